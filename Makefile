@@ -1,0 +1,37 @@
+.PHONY: run test check bench test-engine proto clean
+BIN := .venv/bin
+
+# The stamps: a venv is brought up to date when pyproject.toml changes, and only then.
+.venv/.installed-stack: pyproject.toml scripts/venv.sh
+	@sh scripts/venv.sh stack
+
+.venv/.installed-dev: pyproject.toml scripts/venv.sh
+	@sh scripts/venv.sh dev
+
+# The local stack: real Envoy, the filter, three simulated engines, and a scene. ONCE=1 ends after the scene.
+run: .venv/.installed-stack
+	@$(BIN)/headway stack --scene $(if $(ONCE),--once,)
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/generate_pb.py --check
+
+bench: .venv/.installed-dev
+	$(BIN)/python -m bench
+
+# Real vLLM engines on CPU, in a venv of their own outside the checkout (about 3.5 GB).
+test-engine: .venv/.installed-dev
+	sh tests/engine/setup.sh
+	$(BIN)/python -m pytest tests/engine --run-engine $(ARGS)
+
+proto: .venv/.installed-dev
+	$(BIN)/python scripts/generate_pb.py
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

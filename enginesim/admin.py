@@ -1,0 +1,44 @@
+"""The simulator's own switches, under `/sim/`: for tests and scenes, unknown to real engines."""
+
+from aiohttp import web
+
+from enginesim.api_errors import bad_request
+from enginesim.api_requests import SpeedBody, decode
+from enginesim.engine import Engine
+
+
+class Admin:
+    """Handlers that look into the engine or trouble it. A new fault is a handler here and a line in `routes`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def routes(self) -> list[web.RouteDef]:
+        """All of `/sim/`."""
+        return [web.get("/sim/state", self.state), web.post("/sim/speed", self.set_speed)]
+
+    async def state(self, http: web.Request) -> web.Response:
+        """`GET /sim/state`: counts as of now, not of the last step. `seq` is the next batch's sequence number."""
+        scheduler = self._engine.scheduler
+        return web.json_response(
+            {
+                "running": len(scheduler.running),
+                "waiting": len(scheduler.waiting),
+                "cached_blocks": scheduler.pool.cached_blocks,
+                "free_blocks": scheduler.pool.free_blocks,
+                "used_blocks": scheduler.pool.used_blocks,
+                "steps": scheduler.totals.steps,
+                "preemptions": scheduler.totals.preemptions,
+                "seq": self._engine.publisher.next_sequence,
+                "speed": self._engine.step_time.speed,
+            }
+        )
+
+    async def set_speed(self, http: web.Request) -> web.Response:
+        """`POST /sim/speed {"speed": 0.5}`: from the next step on. 400 if it is no number above 0."""
+        body = decode(await http.read(), SpeedBody)
+        try:
+            self._engine.step_time.speed = body.speed
+        except ValueError as error:
+            raise bad_request(str(error), "speed") from error
+        return web.json_response({"speed": self._engine.step_time.speed})

@@ -1,0 +1,38 @@
+"""Errors of the HTTP API, in the shape vLLM gives them."""
+
+import re
+from http import HTTPStatus
+
+import msgspec
+
+
+class ApiError(Exception):
+    """A refusal that goes to the client: status, OpenAI error type, message, and the field at fault if there is one."""
+
+    def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self._error = {"message": message, "type": kind, "param": param, "code": status}
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        return msgspec.json.encode({"error": self._error})
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    """400 for a request that is well formed but cannot be served."""
+    return ApiError(HTTPStatus.BAD_REQUEST, "BadRequestError", message, param)
+
+
+def unknown_model(model: str) -> ApiError:
+    """404 for a model this engine does not serve."""
+    return ApiError(HTTPStatus.NOT_FOUND, "NotFoundError", f"The model `{model}` does not exist.", "model")
+
+
+def invalid_body(error: msgspec.DecodeError) -> ApiError:
+    """400 for a body that is no JSON, lacks a field, or has one of the wrong type; of type "Bad Request" as in vLLM."""
+    text = str(error)
+    named = re.search(r"field `(\w+)`|at `\$\.(\w+)", text)
+    param = (named.group(1) or named.group(2)) if named else None
+    problem = text if isinstance(error, msgspec.ValidationError) else f"JSON decode error: {text}"
+    return ApiError(HTTPStatus.BAD_REQUEST, HTTPStatus.BAD_REQUEST.phrase, f"1 validation error: {problem}", param)

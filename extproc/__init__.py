@@ -1,0 +1,1 @@
+"""Everything of Headway that touches the world: gRPC, sockets, HTTP, files, clocks."""

@@ -1,0 +1,66 @@
+"""The admin port: metrics for Prometheus, and the fleet as JSON for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from predictor.fleet import Fleet
+
+_INDEX = b"""<!doctype html><title>Headway</title><h1>Headway</h1>
+<p><a href=/fleet>/fleet</a>: the workers, what they are predicted to do, what was learned of them (JSON)
+<p><a href=/metrics>/metrics</a>: Prometheus
+<p><a href=/healthz>/healthz</a>
+"""
+
+
+class Admin:
+    """Serves until stopped. It shows everything to whoever can reach it: keep it on loopback or behind a policy."""
+
+    def __init__(self, fleet: Fleet, registry: CollectorRegistry, clock: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._registry = registry
+        self._clock = clock
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/", self._index),
+                web.get("/fleet", self._show_fleet),
+                web.get("/metrics", self._metrics),
+                web.get("/healthz", self._healthz),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        actual: int = self._runner.addresses[0][1]
+        return actual
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _index(self, request: web.Request) -> web.Response:
+        del request
+        return web.Response(body=_INDEX, content_type="text/html")
+
+    async def _show_fleet(self, request: web.Request) -> web.Response:
+        del request
+        body = msgspec.json.format(msgspec.json.encode(self._fleet.view(self._clock())), indent=2)
+        return web.Response(body=body, content_type="application/json")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        del request
+        return web.Response(body=generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        del request
+        return web.Response(text="ok\n")

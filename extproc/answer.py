@@ -1,0 +1,57 @@
+"""What kind of answer an engine gives, told from its first bytes."""
+
+from __future__ import annotations
+
+import enum
+
+_FIELDS_BEFORE_DATA = (b"event:", b"id:", b"retry:", b":")
+_LONGEST_FIELD = 6
+
+
+class AnswerKind(enum.Enum):
+    """`STREAMED` means that the first token is here."""
+
+    STREAMED = "streamed"
+    PLAIN = "plain"  # a body that is no event stream
+    ERROR = "error"  # any status but 200
+    EMPTY = "empty"  # it ended before anything was said
+
+
+class AnswerReader:
+    """Reads the beginning of an answer, chunk by chunk, until its kind is known.
+
+    A `data:` line of an event stream is the first token: in vLLM and SGLang the first one appears when the first token
+    exists, while response headers and keep-alive comments (lines that begin with a colon) may come long before it.
+    """
+
+    def __init__(self) -> None:
+        self._line = b""
+        self._started = False
+
+    def feed(self, chunk: bytes, status: int | None, end_of_stream: bool) -> AnswerKind | None:
+        """The kind, once known; None means that the next chunk has to be seen."""
+        if status is not None and status != 200:
+            return AnswerKind.ERROR
+        kind = self._scan(chunk)
+        if kind is None and end_of_stream:
+            return AnswerKind.PLAIN if self._line.strip() else AnswerKind.EMPTY
+        return kind
+
+    def _scan(self, chunk: bytes) -> AnswerKind | None:
+        if not self._started:
+            # The specification lets a stream begin with a byte order mark.
+            chunk = chunk.removeprefix(b"\xef\xbb\xbf")
+            self._started = bool(chunk)
+        *lines, rest = (self._line + chunk).replace(b"\r", b"\n").split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                return AnswerKind.STREAMED
+            if line and not line.startswith(_FIELDS_BEFORE_DATA):
+                return AnswerKind.PLAIN
+        if rest.startswith(b"data:"):
+            return AnswerKind.STREAMED
+        if len(rest) >= _LONGEST_FIELD and not rest.startswith(_FIELDS_BEFORE_DATA):
+            return AnswerKind.PLAIN
+        # A comment may be of any length: its beginning says all.
+        self._line = rest[:_LONGEST_FIELD]
+        return None

@@ -1,0 +1,72 @@
+"""What every API's request is read into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+
+class Unreadable(ValueError):
+    """The body is not a request of this API: the engine's to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Chat messages, still as JSON: they are parsed where the template is rendered, beside the event loop."""
+
+    messages: msgspec.Raw
+    tools: msgspec.Raw | None
+    template_variables: Mapping[str, Any] | None
+    add_generation_prompt: bool
+    add_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionPrompt:
+    """Text, token ids, or a list of either, still as JSON for the same reason."""
+
+    raw: msgspec.Raw
+    add_special_tokens: bool
+
+
+PromptSource = ChatPrompt | CompletionPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class LlmRequest:
+    """The fields of a request that a decision needs; `max_queue_wait_s` is as the caller wrote it."""
+
+    model: str
+    prompt: PromptSource
+    streaming: bool
+    max_tokens: int | None
+    cache_salt: str | None
+    reads_cache: bool
+    max_queue_wait_s: object
+    body_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One API: how its body is read, and the shape in which its callers expect an error."""
+
+    name: str
+    read: Callable[[bytes], LlmRequest]
+    error_body: Callable[[str, str, str | None, str], bytes]  # message, type, param, code
+
+
+def openai_error(message: str, kind: str, param: str | None, code: str) -> bytes:
+    """The error object that OpenAI's clients unpack."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def whole(value: object) -> int | None:
+    """A positive count of tokens, if that is what it is; engines check such fields themselves."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def text_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None

@@ -1,0 +1,157 @@
+"""The composition root: every object of the service is made here, once, and stopped here, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import traceback
+from collections.abc import Coroutine
+from pathlib import Path
+
+import numpy as np
+import zmq.asyncio
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+
+from extproc.admin import Admin
+from extproc.config import Config, PoolConfig, WorkerConfig
+from extproc.judge import Judge, Pool
+from extproc.kv_feed import KvFeed
+from extproc.ledger import Ledger
+from extproc.log import JsonLog
+from extproc.metrics import FleetCollector, Metrics
+from extproc.model_files import load_pool_text
+from extproc.probe import Probe
+from extproc.prompt_reader import PromptReader
+from extproc.server import AccessLog, Processor, Server
+from predictor.admission import RetryPolicy
+from predictor.fleet import Fleet, PoolPolicy, Ticket, WorkerSpec
+from predictor.prefill_cost import LearningPolicy
+from predictor.prompt import BlockHasher
+
+_HOUSEKEEPING_S = 5.0
+
+
+class App:
+    """The service. `start` raises OSError when a port cannot be had, and BadModelFiles for a tokenizer."""
+
+    def __init__(self, config: Config) -> None:
+        clock = time.monotonic
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+        GCCollector(registry=registry)
+        metrics = Metrics(registry)
+        log = JsonLog(dropped=metrics.log_dropped.inc)
+        # Drawn, not seeded: nobody outside may be able to aim for a hash collision or guess a tie.
+        rng = np.random.default_rng(secrets.randbits(128))
+        hasher = BlockHasher(rng)
+        fleet = Fleet([_policy(pool) for pool in config.pools], hasher, rng)
+        ledger = Ledger(fleet, metrics, log, clock)
+        tokenization = config.tokenization
+        reader = PromptReader(hasher, tokenization.threads, tokenization.max_pending, tokenization.deadline_s)
+        pools = {}
+        for pool in config.pools:
+            text = load_pool_text(None if pool.tokenizer is None else Path(pool.tokenizer))
+            pools.update({model: Pool(pool.name, text) for model in pool.model_names})
+        judge = Judge(fleet, pools, reader, ledger, metrics, log, clock, boot=secrets.token_hex(4))
+        processor = Processor(judge, ledger, metrics, log, clock)
+        registry.register(FleetCollector(fleet, clock, lambda: processor.open_streams))
+
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics
+        self._log = log
+        self._fleet = fleet
+        self._ledger = ledger
+        self._reader = reader
+        self._server = Server(processor, AccessLog(ledger, metrics, log))
+        self._admin = Admin(fleet, registry, clock)
+        self._zmq = zmq.asyncio.Context()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> dict[str, object]:
+        """Starts everything, and returns the addresses that it listens on."""
+        for pool in self._config.pools:
+            for worker in pool.workers:
+                self._join(pool.name, worker)
+        self._keep_running("housekeeping", self._housekeeping())
+        admin_host, admin_port = _host_port(self._config.listen.admin)
+        admin_port = await self._admin.start(admin_host, admin_port)
+        grpc_port = await self._server.start(self._config.listen.grpc)
+        listening: dict[str, object] = {"grpc_port": grpc_port, "admin_port": admin_port}
+        self._log("listening", **listening, pools=[pool.name for pool in self._config.pools])
+        return listening
+
+    async def stop(self) -> None:
+        """Drains: no new requests, then the open ones see their first token, then everything else ends."""
+        self._log("draining", in_flight=self._fleet.in_flight)
+        shutdown = self._config.shutdown
+        await self._server.stop(shutdown.notice_s, shutdown.grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._admin.stop()
+        self._reader.close()
+        self._zmq.destroy(linger=0)
+        self._log("stopped")
+        self._log.close()
+
+    def _join(self, pool: str, worker: WorkerConfig) -> None:
+        settings = worker.settings.for_engine()
+        self._fleet.join(pool, WorkerSpec(worker.name, worker.endpoint, settings))
+        if worker.kv_events is not None:
+            feed = KvFeed(worker.name, worker.kv_events, worker.kv_replay, self._fleet, self._metrics, self._zmq)
+            self._keep_running("kv_feed", feed.run())
+        if self._config.probe.interval_s > 0:
+            probe = Probe(
+                worker.name,
+                worker.endpoint,
+                settings,
+                self._config.probe.interval_s,
+                self._fleet,
+                self._metrics,
+                self._engine_ended,
+                self._clock,
+            )
+            self._keep_running("probe", probe.run())
+
+    def _engine_ended(self, tickets: list[Ticket]) -> None:
+        self._ledger.given_up(tickets, "engine")
+
+    async def _housekeeping(self) -> None:
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            expired = self._fleet.expire(self._config.tickets.max_age_s, self._clock())
+            self._ledger.given_up(expired, "age")
+
+    def _keep_running(self, what: str, work: Coroutine[None, None, None]) -> None:
+        """Background work: a fault in it is counted and logged, and costs only what that work did."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:
+                self._metrics.bugs.labels(what).inc()
+                self._log("bug", where=what, trace=traceback.format_exc())
+
+        task = asyncio.create_task(guarded(), name=what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _policy(pool: PoolConfig) -> PoolPolicy:
+    learning = pool.learning
+    return PoolPolicy(
+        name=pool.name,
+        learning=LearningPolicy(
+            learning.min_samples, learning.min_length_ratio, learning.default_tokens_per_s, learning.default_step_s
+        ),
+        learning_share=learning.share,
+        retry=RetryPolicy(pool.retry_after.cap_s, pool.retry_after.jitter),
+    )
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

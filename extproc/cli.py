@@ -1,0 +1,88 @@
+"""The `headway` command."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from extproc.config import BadConfig, Config, load_config
+from extproc.model_files import BadModelFiles, load_pool_text
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="headway",
+        description="Routes or refuses LLM requests behind Envoy by their predicted time to first token.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="run the filter")
+    check = commands.add_parser("check", help="check a config file and say every fault with its place")
+    for command in (serve, check):
+        command.add_argument("-c", "--config", type=Path, required=True, metavar="FILE")
+    stack = commands.add_parser("stack", help="run the local stack: real Envoy, the filter, simulated engines")
+    stack.add_argument("--scene", action="store_true", help="play the scripted scene")
+    stack.add_argument("--once", action="store_true", help="end after the scene, with a status that tells how it went")
+    chosen = parser.parse_args(arguments)
+    try:
+        match chosen.command:
+            case "serve":
+                return uvloop.run(_serve(load_config(chosen.config)))
+            case "check":
+                return _check(chosen.config)
+            case _:
+                # Its needs are an extra.
+                from extproc.stack import run_stack
+
+                return run_stack(scene=chosen.scene or chosen.once, once=chosen.once)
+    except (BadConfig, BadModelFiles) as fault:
+        print(fault, file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as fault:
+        print(f"headway: {fault}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_OK
+
+
+def _check(path: Path) -> int:
+    config = load_config(path)
+    faults = []
+    for pool in config.pools:
+        try:
+            load_pool_text(None if pool.tokenizer is None else Path(pool.tokenizer))
+        except BadModelFiles as fault:
+            faults.append(f"pool {pool.name!r}: {fault}")
+    if faults:
+        print("\n".join(faults), file=sys.stderr)
+        return EXIT_USAGE
+    workers = sum(len(pool.workers) for pool in config.pools)
+    print(f"{path}: good: {len(config.pools)} pool(s), {workers} worker(s)")
+    return EXIT_OK
+
+
+async def _serve(config: Config) -> int:
+    # gRPC takes half a second to import, and `check` needs none of it.
+    from extproc.app import App
+
+    app = App(config)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    listening = await app.start()
+    print(f"headway: ext_proc on {config.listen.grpc}, admin on {config.listen.admin} ({listening})", flush=True)
+    await stopping.wait()
+    await app.stop()
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

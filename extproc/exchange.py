@@ -1,0 +1,248 @@
+"""The words of one exchange with Envoy: what it tells us (events), what we answer (replies), how a request ended.
+
+Plain frozen values. Nothing here knows protobuf or gRPC: `wire.py` translates, `session.py` decides. `None` means that
+Envoy did not say, or said something that makes no sense; it never stands for zero, false or empty.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Final
+
+Metadata = Mapping[str, Mapping[str, object]]
+"""Dynamic metadata: namespace -> key -> plain value (str, float, bool, None, or lists and dicts of them)."""
+
+NOTHING: Final[Mapping[str, Mapping[str, object]]] = MappingProxyType({})
+"""No metadata, no attributes: the usual case."""
+
+
+class Headers:
+    """The headers of one message: immutable, in order, names without regard to case, read only when asked for.
+
+    Values come as bytes and are decoded as UTF-8; other bytes become lone surrogates (PEP 383), so reading never fails.
+    """
+
+    __slots__ = ("_pairs", "_source")
+
+    def __init__(self, pairs: Iterable[tuple[str, str | bytes]] = ()) -> None:
+        """`pairs` of name and value, iterated over once, at the first look: a generator costs nothing until then."""
+        self._source = pairs
+        self._pairs: list[tuple[str, str | bytes]] | None = None
+
+    def get(self, name: str) -> str | None:
+        """The first value of `name`."""
+        wanted = name.lower()
+        for key, value in self._read():
+            if key == wanted:
+                return _text(value)
+        return None
+
+    def all(self, name: str) -> list[str]:
+        """Every value of `name`, in order."""
+        wanted = name.lower()
+        return [_text(value) for key, value in self._read() if key == wanted]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """(name, value) pairs in order, names in lower case."""
+        return ((key, _text(value)) for key, value in self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Headers) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Headers({list(self)!r})"
+
+    def _read(self) -> list[tuple[str, str | bytes]]:
+        pairs = self._pairs
+        if pairs is None:
+            pairs = self._pairs = [(name.lower(), value) for name, value in self._source]
+            self._source = ()
+        return pairs
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("utf-8", "surrogateescape")
+
+
+class BodyMode(Enum):
+    """How the filter is configured to send bodies (ProcessingMode.BodySendMode, Envoy 1.40)."""
+
+    NONE = "none"
+    STREAMED = "streamed"
+    BUFFERED = "buffered"
+    BUFFERED_PARTIAL = "buffered_partial"
+    FULL_DUPLEX_STREAMED = "full_duplex_streamed"
+    GRPC = "grpc"
+
+
+class Phase(Enum):
+    """The parts of an exchange that Envoy sends and waits for an answer to."""
+
+    REQUEST_HEADERS = "request_headers"
+    REQUEST_BODY = "request_body"
+    REQUEST_TRAILERS = "request_trailers"
+    RESPONSE_HEADERS = "response_headers"
+    RESPONSE_BODY = "response_body"
+    RESPONSE_TRAILERS = "response_trailers"
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """The body modes of this stream, as Envoy's first message declares them."""
+
+    request_body: BodyMode
+    response_body: BodyMode
+
+
+# Events: Envoy -> us.
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHeaders:
+    """The request begins."""
+
+    headers: Headers
+    end_of_stream: bool
+    """There is no body: no RequestBody will follow."""
+    protocol: Protocol | None
+    """None: Envoy older than `protocol_config`, or a body mode unknown to this version."""
+    metadata: Metadata
+    """What earlier filters wrote, in the namespaces that the filter forwards."""
+    attributes: Mapping[str, object]
+    """The request attributes that the filter is configured to send, by name, such as `source.address`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBody:
+    """The whole body (BUFFERED), its beginning (BUFFERED_PARTIAL), or a piece of it (streamed modes)."""
+
+    body: bytes
+    end_of_stream: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrailers:
+    """The request is complete. In FULL_DUPLEX_STREAMED this may stand in for `end_of_stream` on the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHeaders:
+    """The upstream began to answer."""
+
+    headers: Headers
+    end_of_stream: bool
+    """There is no response body."""
+    status: int | None
+    """HTTP status: `:status`, else the attribute `response.code`."""
+    served_endpoint: str | None
+    """The "ip:port" that Envoy's override_host policy picked in the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseBody:
+    """A piece of the response body; the first one, in STREAMED mode, carries the first token."""
+
+    chunk: bytes
+    end_of_stream: bool
+    status: int | None
+    """HTTP status from the attribute `response.code`, which rides on the first piece only."""
+    served_endpoint: str | None
+    """The "ip:port" that Envoy's override_host policy picked in the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTrailers:
+    """The response is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A message that this version does not know."""
+
+
+Event = RequestHeaders | RequestBody | RequestTrailers | ResponseHeaders | ResponseBody | ResponseTrailers | Unknown
+
+
+# Replies: us -> Envoy.
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Go on, with these changes. Answers exactly one event, that of the same phase."""
+
+    phase: Phase
+    set_headers: tuple[tuple[str, str], ...] = ()
+    """Replace, or add, these headers of the request or response."""
+    remove_headers: tuple[str, ...] = ()
+    dynamic_metadata: Mapping[str, Mapping[str, str | float | bool]] = field(default_factory=dict)
+    """Namespace -> key -> value. Envoy drops namespaces that its filter config does not receive."""
+    clear_route_cache: bool = False
+    """Choose the route again with the changed headers. Has no effect on trailers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End the exchange: Envoy answers the client with this, and sends nothing upstream."""
+
+    status: int
+    """HTTP status, 200-599."""
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+    details: str
+    """A short token for the access log (`response_code_details`)."""
+    dynamic_metadata: Mapping[str, Mapping[str, str | float | bool]] = field(default_factory=dict)
+
+
+Reply = Continue | Refuse
+
+
+# The access log.
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """One access log entry. It reports the end of a request when `final`, else how it stands.
+
+    Times are seconds since `start_time_s`, the first byte that Envoy received. None: that moment never came.
+    """
+
+    metadata: Metadata
+    """Dynamic metadata at that moment, of the namespaces asked for and present."""
+    status: int | None
+    """HTTP status sent to the client. None: the client left before there was one."""
+    details: str
+    """Why it ended (`response_code_details`), such as `via_upstream`, or our own `Refuse.details`. "": not said."""
+    flags: frozenset[str]
+    """Names of the response flags that are set, such as `downstream_connection_termination`."""
+    upstream: str | None
+    """The "ip:port" of the last endpoint tried. None: none was, or its address is not an IPv4 one."""
+    cluster: str | None
+    """The Envoy cluster of that endpoint."""
+    start_time_s: float | None
+    """Unix time."""
+    duration_s: float | None
+    """To the end of everything."""
+    time_to_request_end_s: float | None
+    """To the last byte of the request from the client."""
+    time_to_upstream_request_s: float | None
+    """To the first byte of the request to the upstream."""
+    time_to_first_upstream_byte_s: float | None
+    """To the first byte of the answer from the upstream: its *headers*, not the first token."""
+    time_to_last_upstream_byte_s: float | None
+    time_to_first_byte_s: float | None
+    """To the first byte of the answer to the client: its headers."""
+    time_to_last_byte_s: float | None
+    attempts: int
+    """Upstream attempts: 0 for a refusal, more than 1 after a retry."""
+    final: bool
+    """False for entries at the start, while the request runs, and of single upstream attempts."""
+    request_id: str | None
+    """The header `x-request-id`. A client may have chosen it: never trust it alone."""
+    path: str | None

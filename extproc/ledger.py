@@ -1,0 +1,136 @@
+"""Tickets between their stream and the access log, which come over different connections and in either order.
+
+A ticket is booked by a decision. Its stream sees the first token; the access log reports the end, of a short request
+sometimes before the stream has been read. So an end that comes while the stream is still open waits for it. A stream
+that Envoy ends before any answer is a request that was given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from extproc.answer import AnswerKind
+from extproc.exchange import RequestEnd
+from extproc.log import JsonLog
+from extproc.metrics import Metrics
+from extproc.prompt_reader import PoolText
+from extproc.replies import NAMESPACE, TICKET
+from predictor.fleet import Fleet, Ticket, Usage
+
+USAGE_NAMESPACE = "headway.usage"
+
+
+@dataclass(slots=True)
+class _Entry:
+    text: PoolText
+    body_bytes: int
+    streaming: bool  # the ext_proc stream is still open
+    end: tuple[Usage, int | None] | None = None  # reported while it was
+
+
+class Ledger:
+    """`clock` gives monotonic seconds."""
+
+    def __init__(self, fleet: Fleet, metrics: Metrics, log: JsonLog, clock: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._log = log
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def booked(self, ticket: Ticket, text: PoolText, body_bytes: int) -> None:
+        self._entries[ticket.id] = _Entry(text, body_bytes, streaming=True)
+
+    def answered(self, ticket_id: str, kind: AnswerKind, served_endpoint: str | None) -> None:
+        """The answer's kind is known; for a streamed one, this is the first token."""
+        if kind is not AnswerKind.STREAMED:
+            self._metrics.ungraded.labels(kind.value).inc()
+            return
+        first = self._fleet.first_token(ticket_id, served_endpoint, self._clock())
+        if first is None:
+            return
+        if first.grade is None:
+            self._metrics.ungraded.labels("served_elsewhere").inc()
+            return
+        forecast, grade = first.ticket.forecast, first.grade
+        self._metrics.grade(first.ticket.pool, first.ticket.worker, forecast.basis.value, grade)
+        self._log(
+            "graded",
+            id=ticket_id,
+            worker=first.ticket.worker,
+            predicted_ttft_s=round(grade.predicted_s, 4),
+            actual_ttft_s=round(grade.actual_s, 4),
+            error_s=round(grade.error_s, 4),
+            kept_bound=grade.kept_bound,
+        )
+
+    def stream_closed(self, ticket_id: str, answered: bool) -> None:
+        """The ext_proc stream is over; `answered` unless Envoy ended it before the answer's kind was known."""
+        entry = self._entries.get(ticket_id)
+        if entry is None:
+            return
+        entry.streaming = False
+        if entry.end is not None:
+            self._finish(ticket_id, entry.end[0], entry.end[1], "access_log")
+        elif not answered:
+            self._metrics.ungraded.labels("given_up").inc()
+            self._finish(ticket_id, Usage(), None, "stream")
+
+    def request_ended(self, end: RequestEnd) -> None:
+        """One access log entry; those of other requests than ours are counted and left."""
+        ticket_id = end.metadata.get(NAMESPACE, {}).get(TICKET)
+        if not end.final or not isinstance(ticket_id, str):
+            self._metrics.access_log_entries.labels("intermediate" if not end.final else "untracked").inc()
+            return
+        entry = self._entries.get(ticket_id)
+        self._metrics.access_log_entries.labels("tracked" if entry else "late").inc()
+        if entry is None:
+            return
+        usage = _usage(end.metadata.get(USAGE_NAMESPACE, {}))
+        if entry.streaming:
+            entry.end = usage, end.status
+        else:
+            self._finish(ticket_id, usage, end.status, "access_log")
+
+    def given_up(self, tickets: Iterable[Ticket], source: str) -> None:
+        """The fleet has released these by other evidence than the access log's."""
+        for ticket in tickets:
+            if self._entries.pop(ticket.id, None) is not None:
+                self._metrics.ended.labels(source).inc()
+
+    def _finish(self, ticket_id: str, usage: Usage, status: int | None, source: str) -> None:
+        entry = self._entries.pop(ticket_id)
+        ended = self._fleet.finish(ticket_id, usage, self._clock())
+        if ended is None:
+            return
+        self._metrics.ended.labels(source).inc()
+        ticket = ended.ticket
+        if ended.cache is not None:
+            self._metrics.cache_verdict(ticket.pool, ticket.worker, ended.cache)
+        if ended.learned_from:
+            self._metrics.learned.labels(ticket.pool, ticket.worker).inc()
+        if usage.prompt_tokens is not None:
+            entry.text.learn_size(entry.body_bytes, usage.prompt_tokens)
+        self._log(
+            "ended",
+            id=ticket_id,
+            worker=ticket.worker,
+            status=status,
+            source=source,
+            credited_tokens=ticket.forecast.cached_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+            cache=None if ended.cache is None else ended.cache.value,
+        )
+
+
+def _usage(reported: Mapping[str, object]) -> Usage:
+    def tokens(key: str) -> int | None:
+        value = reported.get(key)
+        return round(value) if isinstance(value, (int, float)) and 0 <= value < 1e12 else None
+
+    return Usage(tokens("prompt"), tokens("cached"), tokens("output"))

@@ -1,0 +1,107 @@
+"""Prometheus metrics, all defined here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from predictor.fleet import Fleet
+from predictor.grading import CacheVerdict, Grade
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+class Metrics:
+    """Every counter of the filter. Labels are pools, workers and words of ours: never anything a caller chose."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"headway_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"headway_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self.registry = registry
+        self.decisions = counter("decisions", "Requests decided", "pool", "outcome")
+        self.routed = counter("routed", "Requests routed, by worker and reason", "pool", "worker", "why")
+        self.passed = counter("passed", "Requests passed on without a decision", "reason")
+        self.estimated = counter("prompts_estimated", "Prompts estimated from bytes instead of tokenized", "reason")
+        self.decision_seconds = histogram(
+            "decision_seconds", "From the body received to the decision", _MILLISECONDS, "pool"
+        )
+        self.ttft = histogram("ttft_seconds", "Actual time to first token", _SECONDS, "pool", "worker")
+        self.predicted = histogram(
+            "predicted_ttft_seconds", "Predicted, of the same requests", _SECONDS, "pool", "worker"
+        )
+        self.error = histogram(
+            "prediction_error_seconds", "Absolute error of the prediction", _SECONDS, "pool", "worker"
+        )
+        self.graded = counter(
+            "predictions_graded", "Predictions graded, by how far off", "pool", "worker", "within", "basis"
+        )
+        self.bounds = counter("bounds", "Admitted requests with a bound, by whether it was kept", "pool", "kept")
+        self.cache = counter("cache_estimates", "Cache credit against reported reuse", "pool", "worker", "verdict")
+        self.ungraded = counter("ungraded", "Granted requests that could not be graded", "reason")
+        self.ended = counter("requests_ended", "Ends of granted requests, by who told us", "source")
+        self.learned = counter("prefill_samples", "Prefills learned from", "pool", "worker")
+        self.bugs = counter("bugs", "Faults of ours that were caught at a border", "where")
+        self.access_log_entries = counter("access_log_entries", "Access log entries", "kind")
+        self.kv_batches = counter("kv_batches", "Batches of KV events, by what became of them", "worker", "result")
+        self.kv_skipped = counter("kv_events_skipped", "KV events not understood", "worker", "reason")
+        self.feed_faults = counter("kv_feed_faults", "Gaps, restarts and failed replays", "worker", "kind")
+        self.probes = counter("probes", "Probes of engines", "worker", "result")
+        self.log_dropped = counter("log_lines_dropped", "Log lines dropped because the log could not keep up")
+
+    def grade(self, pool: str, worker: str, basis: str, grade: Grade) -> None:
+        error_s = abs(grade.error_s)
+        within = "1s" if error_s <= 1 else "10s" if error_s <= 10 else "beyond"
+        self.ttft.labels(pool, worker).observe(grade.actual_s)
+        self.predicted.labels(pool, worker).observe(grade.predicted_s)
+        self.error.labels(pool, worker).observe(error_s)
+        self.graded.labels(pool, worker, within, basis).inc()
+        if grade.kept_bound is not None:
+            self.bounds.labels(pool, "yes" if grade.kept_bound else "no").inc()
+
+    def cache_verdict(self, pool: str, worker: str, verdict: CacheVerdict) -> None:
+        self.cache.labels(pool, worker, verdict.value).inc()
+
+
+class FleetCollector(Collector):
+    """Gauges read from the fleet when somebody asks, so that none can drift from what it shows."""
+
+    def __init__(self, fleet: Fleet, clock: Callable[[], float], open_streams: Callable[[], int]) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._open_streams = open_streams
+
+    def collect(self) -> Iterable[Metric]:
+        view = self._fleet.view(self._clock())
+        yield GaugeMetricFamily("headway_tickets_in_flight", "Granted requests in flight", value=self._fleet.in_flight)
+        yield GaugeMetricFamily("headway_streams_open", "Open ext_proc streams", value=self._open_streams())
+        skipped = CounterMetricFamily(
+            "headway_index_skipped", "Blocks the cache index could not use", labels=["reason"]
+        )
+        for reason, count in self._fleet.skipped_events().items():
+            skipped.add_metric([reason], count)
+        yield skipped
+        gauges = {
+            "in_flight": "Granted requests in flight",
+            "prefill_tokens_ahead": "Prompt tokens that a newcomer would find before it",
+            "wait_s": "Predicted wait of a newcomer",
+            "cached_blocks": "Blocks known to be cached",
+            "up": "1 if the probe reaches the engine",
+            "feed_trusted": "1 if the event feed is complete",
+        }
+        pools = view["pools"]
+        assert isinstance(pools, dict)
+        for key, text in gauges.items():
+            name = "headway_worker_" + key.removesuffix("_s") + ("_seconds" if key.endswith("_s") else "")
+            gauge = GaugeMetricFamily(name, text, labels=["pool", "worker"])
+            for pool_name, pool in pools.items():
+                for worker_name, worker in pool["workers"].items():
+                    gauge.add_metric([pool_name, worker_name], float(worker[key]))
+            yield gauge

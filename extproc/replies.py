@@ -1,0 +1,89 @@
+"""What we answer: the only place with header names, metadata keys and status codes."""
+
+from __future__ import annotations
+
+from extproc.apis import Api
+from extproc.exchange import Continue, Phase, Refuse
+from extproc.wishes import BadWish
+from predictor.fleet import Grant, NoWorker, Reason, Refusal
+
+DESTINATION = "x-gateway-destination-endpoint"
+LB_NAMESPACE = "envoy.lb"
+# Ours; Envoy copies it into response headers and the access log.
+NAMESPACE = "headway"
+TICKET = "ticket"
+
+_JSON = ("content-type", "application/json")
+_MESSAGES = {
+    Reason.QUEUE_WAIT: "No worker can start this request within max_queue_wait_s = {bound:g} s; "
+    "the shortest predicted wait is {wait:.1f} s.",
+    Reason.BOUND_USED_UP: "max_queue_wait_s = {bound:g} s had passed before this request could be placed.",
+}
+
+
+def route(grant: Grant) -> Continue:
+    """Sends the request to the chosen endpoint, with the others to fall back to. Gateways read the header or the
+    metadata, so both say the same (endpoint-picker protocol, proposal 004)."""
+    endpoints = ",".join(grant.endpoints)
+    forecast = grant.ticket.forecast
+    return Continue(
+        Phase.REQUEST_BODY,
+        set_headers=((DESTINATION, endpoints),),
+        dynamic_metadata={
+            LB_NAMESPACE: {DESTINATION: endpoints},
+            NAMESPACE: {
+                TICKET: grant.ticket.id,
+                "worker": grant.ticket.worker,
+                "predicted_ttft_ms": str(round(forecast.ttft_s * 1000)),
+                "cached_tokens": str(forecast.cached_tokens),
+                "why": grant.why.value,
+            },
+        },
+    )
+
+
+def shed(refusal: Refusal, api: Api) -> Refuse:
+    """429: capacity exists, but not in time."""
+    retry = refusal.retry
+    message = _MESSAGES[refusal.reason].format(bound=refusal.bound_s, wait=refusal.best.queue_wait_s)
+    return Refuse(
+        status=429,
+        headers=(
+            _JSON,
+            ("retry-after", str(retry.whole_s)),
+            ("retry-after-ms", str(max(1, round(retry.told_s * 1000)))),
+            ("x-headway-retry-after-uncapped-s", f"{retry.uncapped_s:.3f}"),
+            ("x-headway-reason", refusal.reason.value),
+            ("x-llm-d-request-dropped-reason", "rejected-saturated"),
+        ),
+        body=api.error_body(
+            f"{message} Retry in {retry.whole_s} s.", "rate_limit_error", "max_queue_wait_s", "queue_wait_exceeded"
+        ),
+        details=f"headway_{refusal.reason.value}",
+    )
+
+
+def unavailable(nobody: NoWorker, api: Api) -> Refuse:
+    """503: there is no worker at all."""
+    return Refuse(
+        status=503,
+        headers=(
+            _JSON,
+            ("x-headway-reason", "no_worker"),
+            ("x-llm-d-request-dropped-reason", "rejected-no-endpoints"),
+        ),
+        body=api.error_body(
+            f"The pool {nobody.pool!r} has no workers.", "service_unavailable_error", None, "no_worker"
+        ),
+        details="headway_no_worker",
+    )
+
+
+def bad_wish(fault: BadWish, api: Api) -> Refuse:
+    """400: the caller asked for something that is ours to grant, in a way that we cannot read."""
+    return Refuse(
+        status=400,
+        headers=(_JSON, ("x-headway-reason", "bad_request")),
+        body=api.error_body(f"{fault}.", "invalid_request_error", fault.field, "invalid_value"),
+        details="headway_bad_request",
+    )

@@ -1,0 +1,173 @@
+"""The gRPC services that Envoy calls: the filter itself and the access log, with the one border for faults of ours.
+
+Behind that border nothing may raise to Envoy: a bug is counted, the stream ends with OK, and Envoy sends the request
+on by its own load balancing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from extproc import wire
+from extproc.judge import Exchange, Judge
+from extproc.ledger import USAGE_NAMESPACE, Ledger
+from extproc.log import JsonLog
+from extproc.metrics import Metrics
+from extproc.pb.access_log_pb2 import StreamAccessLogsResponse
+from extproc.pb.ext_proc_pb2 import ProcessingResponse
+from extproc.replies import NAMESPACE
+from extproc.session import Action, Answered, Close, Decide, Note, Passed, Send, Session
+
+HEALTH_NAMES = ("", "liveness", "readiness", wire.PROCESSOR_SERVICE)
+# Ready means that requests should come; a draining server is still alive.
+_READINESS_NAMES = ("", "readiness", wire.PROCESSOR_SERVICE)
+_NAMESPACES = (NAMESPACE, USAGE_NAMESPACE)
+
+# Above Envoy's largest body (envoy/envoy.yaml: 64 MiB), with room for framing; gRPC's own default is 4 MiB, and a body
+# above it would end the stream with an error.
+MAX_MESSAGE_BYTES = (64 << 20) + (1 << 20)
+
+# Messages arrive as bytes and are parsed behind the border: one that cannot be parsed must not break its stream.
+_Context = grpc.aio.ServicerContext[bytes, ProcessingResponse]
+
+
+class Processor:
+    """Runs a session per stream: reads an event, does what the session says."""
+
+    def __init__(
+        self, judge: Judge, ledger: Ledger, metrics: Metrics, log: JsonLog, clock: Callable[[], float]
+    ) -> None:
+        self._judge = judge
+        self._ledger = ledger
+        self._metrics = metrics
+        self._log = log
+        self._clock = clock
+        self.open_streams = 0
+        self._empty = asyncio.Event()
+
+    async def process(self, requests: AsyncIterator[bytes], context: _Context) -> None:
+        exchange = Exchange(received_at_s=self._clock())
+        session = Session()
+        answered = False
+        self.open_streams += 1
+        try:
+            async for message in requests:
+                actions = session.on_event(wire.read(wire.parse_request(message)))
+                while actions:
+                    action = actions.pop(0)
+                    answered |= isinstance(action, Answered)
+                    if isinstance(action, Close):
+                        return
+                    actions += await self._act(action, session, exchange, context)
+        except Exception:
+            # The one border. Returning closes the stream with OK, and the request goes on unrouted.
+            self._metrics.bugs.labels("stream").inc()
+            self._metrics.passed.labels(Passed.BUG.value).inc()
+            self._log("bug", where="stream", id=exchange.ticket_id, trace=traceback.format_exc())
+        finally:
+            self.open_streams -= 1
+            if not self.open_streams:
+                self._empty.set()
+            if exchange.ticket_id is not None:
+                self._ledger.stream_closed(exchange.ticket_id, answered)
+
+    async def drained(self) -> None:
+        """Returns when no exchange is open."""
+        while self.open_streams:
+            self._empty.clear()
+            await self._empty.wait()
+
+    async def _act(self, action: Action, session: Session, exchange: Exchange, context: _Context) -> list[Action]:
+        match action:
+            case Send(reply):
+                await context.write(wire.write(reply))
+            case Decide():
+                return session.decided(await self._judge.decide(action, exchange))
+            case Answered(kind, _, served_endpoint) if exchange.ticket_id is not None:
+                self._ledger.answered(exchange.ticket_id, kind, served_endpoint)
+            case Note(reason):
+                self._metrics.passed.labels(reason.value).inc()
+            case Answered() | Close():
+                pass
+        return []
+
+
+class AccessLog:
+    """Envoy's access log: how requests ended."""
+
+    def __init__(self, ledger: Ledger, metrics: Metrics, log: JsonLog) -> None:
+        self._ledger = ledger
+        self._metrics = metrics
+        self._log = log
+
+    async def stream(
+        self,
+        messages: AsyncIterator[bytes],
+        context: grpc.aio.ServicerContext[bytes, StreamAccessLogsResponse],
+    ) -> StreamAccessLogsResponse:
+        del context
+        async for message in messages:
+            try:
+                for end in wire.read_access_log(wire.parse_access_log(message), _NAMESPACES):
+                    self._ledger.request_ended(end)
+            except Exception:
+                self._metrics.bugs.labels("access_log").inc()
+                self._log("bug", where="access_log", trace=traceback.format_exc())
+        return StreamAccessLogsResponse()
+
+
+class Server:
+    """Both services and gRPC health on one port."""
+
+    def __init__(self, processor: Processor, access_log: AccessLog) -> None:
+        self._processor = processor
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                # Another process on the port would silently get a share of the traffic.
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        process: grpc.RpcMethodHandler[bytes, ProcessingResponse] = grpc.stream_stream_rpc_method_handler(
+            processor.process, response_serializer=wire.serialize_response
+        )
+        stream_logs: grpc.RpcMethodHandler[bytes, StreamAccessLogsResponse] = grpc.stream_unary_rpc_method_handler(
+            access_log.stream, response_serializer=wire.serialize_access_log_response
+        )
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(wire.PROCESSOR_SERVICE, {wire.PROCESS_METHOD: process}),
+                grpc.method_handlers_generic_handler(wire.ACCESS_LOG_SERVICE, {wire.ACCESS_LOG_METHOD: stream_logs}),
+            )
+        )
+
+    async def start(self, address: str) -> int:
+        """Listens and says that it is healthy; returns the port. OSError if the address cannot be had."""
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from error
+        await self._server.start()
+        for name in HEALTH_NAMES:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return port
+
+    async def stop(self, notice_s: float, grace_s: float) -> None:
+        """Says that it is going, gives Envoy `notice_s` to hear it, and open exchanges `grace_s` to see their end."""
+        for name in _READINESS_NAMES:
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await asyncio.sleep(notice_s)
+        # Not the server's own grace: the access log's stream never ends by itself.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._processor.drained(), grace_s)
+        await self._server.stop(0.1)

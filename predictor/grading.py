@@ -1,0 +1,51 @@
+"""How right a forecast was, once the first token has come and the engine has said what it reused."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from predictor.forecast import Forecast
+
+
+class CacheVerdict(enum.Enum):
+    """Credited reusable tokens against those that the engine reports."""
+
+    RIGHT = "right"  # to the block
+    OVER = "over"  # we credited more than was reused
+    UNDER = "under"
+    UNREPORTED = "unreported"
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """One forecast against its first token. Seconds are counted from when the request reached us."""
+
+    predicted_s: float
+    actual_s: float
+    kept_bound: bool | None  # None: the caller set no bound
+
+    @property
+    def error_s(self) -> float:
+        """Positive when the truth was slower than promised."""
+        return self.actual_s - self.predicted_s
+
+
+def grade(forecast: Forecast, actual_ttft_s: float, bound_s: float | None) -> Grade:
+    """`actual_ttft_s` includes the time waited before us, as the forecast does.
+
+    A bound is on the wait, and only the whole is seen: the actual wait is what is left of it after the request's own
+    prefill and overhead at their predicted price.
+    """
+    kept = None
+    if bound_s is not None:
+        kept = actual_ttft_s - forecast.prefill_s - forecast.overhead_s <= bound_s
+    return Grade(forecast.ttft_s, actual_ttft_s, kept)
+
+
+def judge_cache(credited_tokens: int, reported_tokens: int | None, block_size: int) -> CacheVerdict:
+    if reported_tokens is None:
+        return CacheVerdict.UNREPORTED
+    if abs(credited_tokens - reported_tokens) < block_size:
+        return CacheVerdict.RIGHT
+    return CacheVerdict.OVER if credited_tokens > reported_tokens else CacheVerdict.UNDER

@@ -1,0 +1,218 @@
+"""What a worker's steps cost, learned from requests that had the worker's prefill to themselves.
+
+A prompt of n tokens of which p are cached, prefilled in s steps beside k decoding sequences a step, takes
+
+    overhead + overhead_per_token*n + fixed*s + per_token*(n-p) + per_token_squared*(n^2-p^2) + per_decode*s*k
+
+seconds, where the overhead is what a server spends on a request outside of its steps (HTTP, tokenization). Splitting a
+prompt into chunks changes only the number of steps, so the same numbers price a whole prompt and each single step of
+the replay. They are fitted by non-negative least squares on relative errors: what is promised is
+the predicted time, never the parameters, some of which a worker's traffic may not tell apart.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+
+from predictor.engines.vllm import Step
+
+_Array = npt.NDArray[np.float64]
+# No engine steps faster. A fit may find that steps cost nothing, and a replay must get on all the same.
+_MIN_STEP_S = 1e-4
+# What timing one request from outside is off by, whatever its length: below it, relative errors mean nothing.
+_NOISE_S = 0.01
+
+
+class Basis(enum.Enum):
+    """What a forecast rests on."""
+
+    DEFAULT = "default"  # nothing measured: the configured, conservative guess
+    RATE = "rate"  # some samples: one measured rate
+    CURVE = "curve"  # enough samples over enough lengths: learned
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds a step takes, by its parts; the overhead is spent once per request outside of the steps."""
+
+    per_request_s: float
+    per_request_token_s: float  # of the whole prompt, cached or not
+    fixed_s: float
+    per_token_s: float
+    per_token_squared_s: float
+    per_decode_s: float
+
+    def overhead_s(self, prompt_tokens: int) -> float:
+        return self.per_request_s + self.per_request_token_s * prompt_tokens
+
+    def step_s(self, step: Step) -> float:
+        seconds = self.fixed_s + self.per_decode_s * len(step.decodes)
+        for seq, tokens in step.chunks:
+            seconds += self.tokens_s(seq.computed, seq.computed + tokens)
+        return max(_MIN_STEP_S, seconds)
+
+    def decode_step_s(self, decodes: int) -> float:
+        return max(_MIN_STEP_S, self.fixed_s + self.per_decode_s * decodes)
+
+    def tokens_s(self, start: int, end: int) -> float:
+        """Prefilling positions `start` to `end`, without the part that each step costs."""
+        return self.per_token_s * (end - start) + self.per_token_squared_s * (end * end - start * start)
+
+    def alone_s(self, cached_tokens: int, prompt_tokens: int, max_num_batched_tokens: int) -> float:
+        """Prefilling a prompt on a worker that does nothing else, without the overhead."""
+        steps = ceil(max(1, prompt_tokens - cached_tokens) / max_num_batched_tokens)
+        return self.fixed_s * steps + self.tokens_s(cached_tokens, prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LearningPolicy:
+    """When a worker counts as learned, and what is assumed before."""
+
+    min_samples: int = 8
+    min_length_ratio: float = 4.0  # longest over shortest uncached length among the samples
+    default_tokens_per_s: float = 2000.0
+    default_step_s: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSample:
+    """One prefill that shared its steps with decodes only."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    steps: int
+    decodes_per_step: float
+    seconds: float  # from the grant to the first token
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSample:
+    """What one decode step took, averaged over the output of one request."""
+
+    decodes: int
+    step_s: float
+
+
+class PrefillCost:
+    """One worker's cost curve. `cost` is valid at any time; `basis` says what it is worth."""
+
+    _KEPT, _DECODES_KEPT = 256, 64
+    _FORGETTING = 0.99  # weight of a sample per newer sample
+
+    def __init__(self, policy: LearningPolicy) -> None:
+        self._policy = policy
+        self._samples: deque[PrefillSample] = deque(maxlen=self._KEPT)
+        self._decodes: deque[DecodeSample] = deque(maxlen=self._DECODES_KEPT)
+        self.cost = _default_cost(policy)
+        self.basis = Basis.DEFAULT
+
+    @property
+    def learned(self) -> bool:
+        return self.basis is Basis.CURVE
+
+    @property
+    def samples(self) -> int:
+        return len(self._samples)
+
+    def forget(self) -> None:
+        """The engine is another than the one that was measured."""
+        self._samples.clear()
+        self._decodes.clear()
+        self.cost, self.basis = _default_cost(self._policy), Basis.DEFAULT
+
+    def add(self, sample: PrefillSample) -> bool:
+        """Learns from one prefill; False if the sample says nothing (no work, or no time)."""
+        if sample.computed_tokens <= 0 or not 0 < sample.seconds < 3600:
+            return False
+        self._samples.append(sample)
+        lengths = [known.computed_tokens for known in self._samples]
+        spans = max(lengths) >= self._policy.min_length_ratio * min(lengths)
+        if len(lengths) >= self._policy.min_samples and spans:
+            self.cost, self.basis = self._fit_curve(), Basis.CURVE
+        else:
+            self.cost, self.basis = self._fit_rate(), Basis.RATE
+        return True
+
+    def add_decode(self, sample: DecodeSample) -> None:
+        """Learns what a step without prefill takes: prompts alone hardly tell a step's fixed cost from a token's."""
+        if 0 < sample.step_s < 60:
+            self._decodes.append(sample)
+
+    def _fit_rate(self) -> StepCost:
+        rate = sum(s.seconds for s in self._samples) / sum(s.computed_tokens for s in self._samples)
+        return StepCost(0.0, 0.0, 0.0, rate, 0.0, 0.0)
+
+    def _fit_curve(self) -> StepCost:
+        decodes = [(0.0, 0.0, 1.0, 0.0, 0.0, float(sample.decodes)) for sample in self._decodes]
+        features = np.array([*decodes, *(_features(sample) for sample in self._samples)])
+        seconds = np.array([s.step_s for s in self._decodes] + [s.seconds for s in self._samples])
+        age = np.concatenate([np.arange(len(decodes) - 1, -1, -1), np.arange(len(self._samples) - 1, -1, -1)])
+        if not any(sample.cached_tokens > 4 * sample.computed_tokens for sample in self._samples):
+            # Cold prompts cannot tell a server's work per token from its engine's: all of it is the engine's then.
+            features[:, _PER_REQUEST_TOKEN] = 0.0
+        # A decode step is timed over a whole output, and so is less off.
+        noise = np.array([_NOISE_S / 8] * len(decodes) + [_NOISE_S] * len(self._samples))
+        weights = self._FORGETTING**age / (seconds + noise) ** 2
+        solution = non_negative_least_squares(features, seconds, weights)
+        # Twice more with outliers held down (Huber): one stalled sample must not bend the curve.
+        for _ in range(2):
+            relative = np.abs(features @ solution - seconds) / (seconds + noise)
+            spread = max(0.005, 1.5 * float(np.median(relative)))
+            robust = weights * np.minimum(1.0, spread / np.maximum(relative, 1e-9))
+            solution = non_negative_least_squares(features, seconds, robust)
+        request, request_token, fixed, linear, square, decode = (float(value) for value in solution)
+        return StepCost(request, request_token, fixed, linear, square, decode)
+
+
+_PER_REQUEST_TOKEN = 1
+
+
+def _features(sample: PrefillSample) -> tuple[float, ...]:
+    end, start = sample.prompt_tokens, sample.cached_tokens
+    return 1.0, end, sample.steps, end - start, end * end - start * start, sample.steps * sample.decodes_per_step
+
+
+def _default_cost(policy: LearningPolicy) -> StepCost:
+    return StepCost(0.0, 0.0, policy.default_step_s, 1.0 / policy.default_tokens_per_s, 0.0, 0.0)
+
+
+def non_negative_least_squares(features: _Array, values: _Array, weights: _Array) -> _Array:
+    """Exact weighted least squares with no negative coefficient, by trying every set of active columns.
+
+    `features` is samples x columns; with six columns that is 63 small solves. Columns are scaled and a tiny ridge
+    keeps columns that the samples cannot tell apart from blowing up.
+    """
+    root = np.sqrt(weights)
+    scale = np.sqrt(((features * root[:, None]) ** 2).sum(axis=0))
+    scale[scale == 0] = 1.0
+    scaled = features * root[:, None] / scale
+    target = values * root
+    normal, right = scaled.T @ scaled, scaled.T @ target
+    total = float(target @ target)
+    columns = features.shape[1]
+    best, best_loss = np.zeros(columns), total
+    for size in range(1, columns + 1):
+        for chosen in itertools.combinations(range(columns), size):
+            index = np.array(chosen)
+            matrix = normal[np.ix_(index, index)] + 1e-9 * np.eye(size)
+            part = np.linalg.solve(matrix, right[index])
+            if (part < 0).any():
+                continue
+            loss = total - 2 * float(part @ right[index]) + float(part @ normal[np.ix_(index, index)] @ part)
+            # A column must earn its place: equal losses go to the smaller set.
+            if loss < best_loss * (1 - 1e-6) - 1e-12:
+                best, best_loss = np.zeros(columns), loss
+                best[index] = part
+    coefficients: _Array = best / scale
+    return coefficients
