@@ -29,10 +29,19 @@ def unknown_model(model: str) -> ApiError:
     return ApiError(HTTPStatus.NOT_FOUND, "NotFoundError", f"The model `{model}` does not exist.", "model")
 
 
-def invalid_body(error: msgspec.DecodeError) -> ApiError:
-    """400 for a body that is no JSON, lacks a field, or has one of the wrong type; of type "Bad Request" as in vLLM."""
+def invalid_body(error: msgspec.DecodeError, body_bytes: int) -> ApiError:
+    """400 for a body that is no JSON, lacks a field, or has one of the wrong type; of type "Bad Request" as in vLLM.
+
+    The param is the place, as `body.FIELD` or `body.POSITION`.
+    """
     text = str(error)
-    named = re.search(r"field `(\w+)`|at `\$\.(\w+)", text)
-    param = (named.group(1) or named.group(2)) if named else None
-    problem = text if isinstance(error, msgspec.ValidationError) else f"JSON decode error: {text}"
-    return ApiError(HTTPStatus.BAD_REQUEST, HTTPStatus.BAD_REQUEST.phrase, f"1 validation error: {problem}", param)
+    if isinstance(error, msgspec.ValidationError):
+        named = re.search(r"field `(\w+)`|at `\$\.(\w+)", text)
+        place = f".{named.group(1) or named.group(2)}" if named else ""
+    else:
+        position = re.search(r"\(byte (\d+)\)", text)
+        place = f".{position.group(1) if position else body_bytes}"
+        text = f"JSON decode error: {text}"
+    return ApiError(
+        HTTPStatus.BAD_REQUEST, HTTPStatus.BAD_REQUEST.phrase, f"1 validation error: {text}", f"body{place}"
+    )

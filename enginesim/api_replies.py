@@ -26,7 +26,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
-    created_cache_tokens: int = 0
+    created_cache_tokens: int | None
 
     def fields(self) -> dict[str, Any]:
         """As in `usage`. A cached count of zero is reported, as vLLM does since 0.24."""
@@ -36,10 +36,9 @@ class Usage:
             "completion_tokens": self.completion_tokens,
         }
         if self.cached_tokens is not None:
-            fields["prompt_tokens_details"] = {
-                "cached_tokens": self.cached_tokens,
-                "created_cache_tokens": self.created_cache_tokens,
-            }
+            fields["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+            if self.created_cache_tokens is not None:
+                fields["prompt_tokens_details"]["created_cache_tokens"] = self.created_cache_tokens
         return fields
 
 

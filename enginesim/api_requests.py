@@ -99,7 +99,7 @@ def decode(raw: bytes, shape: type[Body]) -> Body:
     try:
         return msgspec.json.decode(raw, type=shape)
     except msgspec.DecodeError as error:
-        raise invalid_body(error) from error
+        raise invalid_body(error, len(raw)) from error
 
 
 def split_prompts(prompt: object) -> list[str | list[int]]:
@@ -111,6 +111,8 @@ def split_prompts(prompt: object) -> list[str | list[int]]:
             prompts = [prompt]
         case [_, *_]:
             prompts = prompt
+        case []:
+            raise bad_request("You must pass at least one prompt")
         case _:
             raise _bad_prompt()
     return [_checked(element) for element in prompts]

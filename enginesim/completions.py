@@ -81,7 +81,7 @@ class Completions:
 
     async def _chat_ids(self, body: ChatBody | TokenizeBody, messages: Sequence[dict[str, Any]]) -> list[int]:
         if not messages:
-            raise bad_request("messages must hold at least one message.", "messages")
+            raise bad_request("Cannot apply chat template to an empty conversation. Provide at least one message.")
         try:
             text = self._tokenizer.render_chat(
                 messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs
@@ -94,7 +94,7 @@ class Completions:
         if isinstance(prompt, str):
             return await self._encode(prompt)
         if max(prompt) >= self._tokenizer.vocabulary_tokens:
-            raise bad_request(f"prompt has token id {max(prompt)}, which is out of vocabulary.", "prompt")
+            raise bad_request(f"Token id {max(prompt)} is out of vocabulary")
         return prompt
 
     async def _encode(self, text: str) -> list[int]:
@@ -235,5 +235,6 @@ class _Call:
             prompt_tokens=sum(request.prompt_tokens for request in firsts),
             completion_tokens=sum(request.output_tokens for request in self._requests),
             cached_tokens=cached if self._details else None,
-            created_cache_tokens=full - cached,
+            # vLLM tells this of chats only.
+            created_cache_tokens=full - cached if isinstance(self._reply, ChatReply) else None,
         )

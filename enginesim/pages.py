@@ -84,7 +84,6 @@ class Pages:
             "max_num_batched_tokens": settings.max_num_batched_tokens,
             "max_num_scheduled_tokens": None,
             "max_num_seqs": settings.max_num_seqs,
-            "max_model_len": settings.longest_request_tokens,
             "long_prefill_token_threshold": settings.long_prefill_token_threshold,
             "long_prefill_token_threshold_adaptive": False,
             "scheduler_reserve_full_isl": True,

@@ -9,6 +9,8 @@ import fastokens
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_BILLING_HEADER = "x-anthropic-billing-header"  # of Claude Code: differs in every request, so vLLM drops the line
+
 
 class ChatError(ValueError):
     """The messages cannot be rendered; says which field is at fault."""
@@ -58,7 +60,7 @@ class Tokenizer:
         try:
             return self._template.render(
                 **self._special_tokens,
-                messages=[_plain_message(message, index) for index, message in enumerate(messages)],
+                messages=_one_system([_plain_message(message, index) for index, message in enumerate(messages)]),
                 tools=[_plain_tool(tool, index) for index, tool in enumerate(tools)] if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 **(template_kwargs or {}),
@@ -71,55 +73,76 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
         raise ChatError(f"messages[{index}].role must be a string")
-    plain = {**message, "role": "system" if role == "developer" else role}
-    plain["content"] = _plain_content(message.get("content"), index)
-    if message.get("tool_calls"):
+    plain: dict[str, Any] = {"role": role, "content": _plain_content(message.get("content"), role, index)}
+    if role == "assistant" and message.get("tool_calls"):
         plain["tool_calls"] = [_plain_tool_call(call, index) for call in message["tool_calls"]]
     return plain
 
 
-def _plain_content(content: object, index: int) -> str:
-    """Text parts are joined with newlines, as vLLM does when the template does not loop over them."""
+def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For a template without developers, vLLM makes them the system, and one message of all that the system says."""
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    said = [message for message in messages if message["role"] in ("system", "developer")]
+    text = "\n\n".join(message["content"] for message in said if message["content"])
+    return [{"role": "system", "content": text}, *(m for m in messages if m["role"] not in ("system", "developer"))]
+
+
+def _plain_content(content: object, role: str, index: int) -> str:
+    """Text parts that say something, joined with newlines, as vLLM does when the template does not loop over them."""
     match content:
         case None:
             return ""
         case str():
-            return content
+            texts = [content]
         case list():
-            return "\n".join(_part_text(part, index) for part in content)
-    raise ChatError(f"messages[{index}].content must be a string or a list of parts")
+            texts = [_part_text(part, index) for part in content]
+        case _:
+            raise ChatError(f"messages[{index}].content must be a string or a list of parts")
+    if role == "system":
+        texts = [text.partition("\n")[2] if text.startswith(_BILLING_HEADER) else text for text in texts]
+    return "\n".join(filter(None, texts))
 
 
 def _part_text(part: object, index: int) -> str:
     match part:
         case str():
             return part
-        case {"text": str(text)}:
+        case {"type": "refusal", "refusal": str(text)} | {"type": "thinking", "thinking": str(text)}:
             return text
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            return text
+        case {"type": "text", "text": None} | {"type": "refusal", "refusal": None}:
+            return ""
     raise ChatError(f"messages[{index}].content has a part that is not text; this model reads text only")
 
 
-def _plain_tool_call(call: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Arguments come as a JSON string and go to the template as what it holds."""
+def _plain_tool_call(call: object, index: int) -> dict[str, Any]:
+    """Arguments come as a JSON string and go to the template as the object in it, or an empty one if there is none."""
     match call:
-        case {"function": {"name": str(), **function}}:
-            arguments = function.get("arguments") or "{}"
-            try:
-                parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-            except ValueError as error:
-                raise ChatError(f"messages[{index}].tool_calls has arguments that are not JSON: {error}") from error
-            return {**call, "function": {**call["function"], "arguments": parsed}}
+        case {"function": {"name": str(name), **function}}:
+            arguments = function.get("arguments")
+            if isinstance(arguments, str):
+                try:
+                    arguments = json.loads(arguments)
+                except (ValueError, RecursionError):
+                    arguments = None
+            return {"function": {"name": name, "arguments": arguments if isinstance(arguments, dict) else {}}}
     raise ChatError(f"messages[{index}].tool_calls has an entry without function.name")
 
 
 def _plain_tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Key order and nulls of vLLM's own model of a tool, not of the client's JSON; unknown keys come last."""
+    """What vLLM's own model of a tool keeps of it, in its key order: some absent keys become null, unknown ones go."""
     match tool:
         case {"function": {"name": str(name), **function}}:
-            known = {"name": name, "description": function.pop("description", None)}
-            known["parameters"] = function.pop("parameters", None)
-            rest = {key: value for key, value in tool.items() if key not in ("type", "function")}
-            return {"type": tool.get("type", "function"), "function": {**known, **function}, **rest}
+            plain = {"name": name, "description": function.get("description"), "parameters": function.get("parameters")}
+            deferred = tool.get("defer_loading")
+            if function.get("strict") is not None:
+                plain["strict"] = function["strict"]
+            if function.get("defer_loading", deferred) is not None:
+                plain["defer_loading"] = function.get("defer_loading", deferred)
+            outside = {} if deferred is None else {"defer_loading": deferred}
+            return {"type": tool.get("type", "function"), "function": plain, **outside}
     raise ChatError(f"tools[{index}] must have a function with a name")
 
 

@@ -6,6 +6,8 @@ import enum
 
 _FIELDS_BEFORE_DATA = (b"event:", b"id:", b"retry:", b":")
 _LONGEST_FIELD = 6
+# The specification lets a stream begin with it.
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class AnswerKind(enum.Enum):
@@ -38,11 +40,14 @@ class AnswerReader:
         return kind
 
     def _scan(self, chunk: bytes) -> AnswerKind | None:
+        text = self._line + chunk
         if not self._started:
-            # The specification lets a stream begin with a byte order mark.
-            chunk = chunk.removeprefix(b"\xef\xbb\xbf")
-            self._started = bool(chunk)
-        *lines, rest = (self._line + chunk).replace(b"\r", b"\n").split(b"\n")
+            if len(text) < len(_BYTE_ORDER_MARK) and _BYTE_ORDER_MARK.startswith(text):
+                self._line = text
+                return None
+            text = text.removeprefix(_BYTE_ORDER_MARK)
+            self._started = True
+        *lines, rest = text.replace(b"\r", b"\n").split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 return AnswerKind.STREAMED

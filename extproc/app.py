@@ -49,7 +49,14 @@ class App:
         fleet = Fleet([_policy(pool) for pool in config.pools], hasher, rng)
         ledger = Ledger(fleet, metrics, log, clock)
         tokenization = config.tokenization
-        reader = PromptReader(hasher, tokenization.threads, tokenization.max_pending, tokenization.deadline_s)
+        reader = PromptReader(
+            hasher,
+            tokenization.threads,
+            tokenization.max_pending,
+            tokenization.deadline_s,
+            self._late_fault,
+            tokenization.inline_bytes,
+        )
         pools = {}
         for pool in config.pools:
             text = load_pool_text(None if pool.tokenizer is None else Path(pool.tokenizer))
@@ -118,6 +125,10 @@ class App:
 
     def _engine_ended(self, tickets: list[Ticket]) -> None:
         self._ledger.given_up(tickets, "engine")
+
+    def _late_fault(self, fault: BaseException) -> None:
+        self._metrics.bugs.labels("prompt").inc()
+        self._log("bug", where="prompt", trace="".join(traceback.format_exception(fault)))
 
     async def _housekeeping(self) -> None:
         while True:

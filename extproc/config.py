@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 import yaml
@@ -14,9 +14,12 @@ from predictor.engines.vllm import Settings
 
 _DEFAULTS = Settings()
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
-_Seconds = Annotated[float, msgspec.Meta(gt=0)]
+_YEAR_S = 366 * 86400.0
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
+_SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=_YEAR_S)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-_HostPort = Annotated[str, msgspec.Meta(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}$")]
+_PORT = r"([0-9]{1,4}|[1-5][0-9]{4}|6([0-4][0-9]{3}|5([0-4][0-9]{2}|5([0-2][0-9]|3[0-5]))))"
+_HostPort = Annotated[str, msgspec.Meta(pattern=rf"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):{_PORT}$")]
 _Zmq = Annotated[str, msgspec.Meta(pattern=r"^(tcp|ipc)://[^\s*]+$")]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
@@ -35,6 +38,7 @@ class Tokenization(_Section, frozen=True):
 
     threads: _Positive = 2
     max_pending: _Positive = 64
+    inline_bytes: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 8192
     deadline_s: _Seconds = 0.3
 
 
@@ -43,14 +47,14 @@ class Tickets(_Section, frozen=True):
 
 
 class Shutdown(_Section, frozen=True):
-    notice_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
-    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 20.0
+    notice_s: _SecondsOrZero = 2.0
+    grace_s: _SecondsOrZero = 20.0
 
 
 class ProbeSettings(_Section, frozen=True):
     """`interval_s` 0 turns probing off."""
 
-    interval_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    interval_s: _SecondsOrZero = 5.0
 
 
 class Learning(_Section, frozen=True):
@@ -138,68 +142,74 @@ def parse_config(text: str, name: str) -> Config:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise BadConfig([f"{name}:{line}: not YAML: {error.problem}"]) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadConfig([f"{name}: not YAML: {error}"]) from error
+    except Exception as error:
+        # Its constructors raise whatever comes their way, such as an IndexError for `!!int ""`.
+        raise BadConfig([f"{name}:1: not YAML: {error}"]) from error
     raw = {} if raw is None else raw
 
     def placed(path: str, problem: str) -> str:
         return f"{name}:{_line(tree, path)}: {path or 'the file'}: {problem}"
 
-    faults = [placed(path, problem) for path, problem in _faults(raw)]
+    faults = [f"{name}:{line}: {key}: given twice; the first is in line {first}" for key, line, first in _repeats(tree)]
+    faults += [placed(path, problem) for path, problem in (*_faults(raw, Config, ""), *_doubles(raw))]
     if faults:
         raise BadConfig(faults)
     return msgspec.convert(raw, Config)
 
 
-def _faults(raw: object) -> Iterator[tuple[str, str]]:
-    """Checks section by section, since a conversion stops at its first fault."""
-    if not isinstance(raw, dict):
-        yield "", "expected keys and values"
-        return
-    lone = {key: value for key, value in raw.items() if key != "pools"}
-    for key, value in lone.items():
-        yield from _convert({key: value}, Config, "")
-    pools = raw.get("pools", [])
-    if not isinstance(pools, list):
-        yield "pools", "expected a list"
-        return
-    for number, pool in enumerate(pools):
-        place = f"pools[{number}]"
-        if not isinstance(pool, dict):
-            yield place, "expected keys and values"
+def _repeats(node: yaml.Node | None) -> Iterator[tuple[str, int, int]]:
+    """Keys that a mapping has more than once, of which YAML would silently take the last; with both lines."""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in seen:  # an anchor may lead back to itself
             continue
-        for key, value in pool.items():
-            if key not in ("workers", "name"):
-                yield from _convert({"name": "-", key: value}, PoolConfig, place)
-        yield from _convert({key: value for key, value in pool.items() if key == "name"}, PoolConfig, place)
-        workers = pool.get("workers", [])
-        if not isinstance(workers, list):
-            yield f"{place}.workers", "expected a list"
-            continue
-        for index, worker in enumerate(workers):
-            yield from _convert(worker, WorkerConfig, f"{place}.workers[{index}]")
-    yield from _doubles(pools)
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                waiting.append(value)
+                line = key.start_mark.line + 1
+                if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
+                    yield key.value, line, lines[key.value]
 
 
-def _convert(value: object, kind: type[_Section], place: str) -> Iterator[tuple[str, str]]:
+def _faults(value: object, kind: type[_Section], place: str) -> Iterator[tuple[str, str]]:
+    """Every fault of a section: key by key, since a conversion stops at its first."""
+    if not isinstance(value, dict):
+        yield place, "expected keys and values"
+        return
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    for key, item in value.items():
+        here = f"{place}.{key}".lstrip(".")
+        if key in fields:
+            yield from _field_faults(item, fields[key].type, here)
+        else:
+            yield here, f"unknown key; known here: {', '.join(sorted(fields))}"
+    for name, field in fields.items():
+        if field.required and name not in value:
+            yield place, f"the key {name!r} is missing"
+
+
+def _field_faults(value: object, kind: Any, place: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any annotation
+    if isinstance(kind, type) and issubclass(kind, _Section):
+        yield from _faults(value, kind, place)
+        return
+    inner = get_args(kind)[0] if get_origin(kind) is list else None
+    if isinstance(inner, type) and issubclass(inner, _Section):
+        if not isinstance(value, list):
+            yield place, "expected a list"
+            return
+        for number, item in enumerate(value):
+            yield from _faults(item, inner, f"{place}[{number}]")
+        return
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$")
-        path = f"{place}{path.rstrip('`')}".lstrip(".")
-        unknown = re.search(r"unknown field `(.*)`", problem)
-        if unknown:
-            known = ", ".join(sorted(_fields(kind, path.removeprefix(place))))
-            yield f"{path}.{unknown.group(1)}".lstrip("."), f"unknown key; known here: {known}"
-        else:
-            yield path, _plain(problem)
-
-
-def _fields(kind: Any, path: str) -> list[str]:  # noqa: ANN401 - a type annotation may be anything
-    """The keys that are known at `path` inside `kind`."""
-    for key in re.findall(r"\.?([A-Za-z_]+)", path):
-        kind = next(field.type for field in msgspec.structs.fields(kind) if field.encode_name == key)
-    return [field.encode_name for field in msgspec.structs.fields(kind)]
+        yield f"{place}{path.rstrip('`')}", _plain(problem)
 
 
 def _plain(problem: str) -> str:
@@ -210,10 +220,11 @@ def _plain(problem: str) -> str:
     return problem[:1].lower() + problem[1:]
 
 
-def _doubles(pools: list[Any]) -> Iterator[tuple[str, str]]:
+def _doubles(raw: object) -> Iterator[tuple[str, str]]:
     """Names that must be unique: pools, models over all pools, workers over all pools."""
+    pools = raw.get("pools") if isinstance(raw, dict) else None
     seen: dict[tuple[str, object], str] = {}
-    for number, pool in enumerate(pools):
+    for number, pool in enumerate(pools if isinstance(pools, list) else []):
         if not isinstance(pool, dict):
             continue
         place = f"pools[{number}]"
@@ -237,7 +248,7 @@ def _line(tree: yaml.Node | None, path: str) -> int:
     """The line of a key such as `pools[0].workers[1].endpoint`, or of the nearest one that is there."""
     line = 1
     node = tree
-    for key, index in re.findall(r"([A-Za-z_][^.\[\]]*)|\[(\d+)\]", path):
+    for index, key in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path):
         following = None
         if key and isinstance(node, yaml.MappingNode):
             for name, value in node.value:

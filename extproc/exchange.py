@@ -185,6 +185,19 @@ class Continue:
     """Namespace -> key -> value. Envoy drops namespaces that its filter config does not receive."""
     clear_route_cache: bool = False
     """Choose the route again with the changed headers. Has no effect on trailers."""
+    body_modes: Protocol | None = None
+    """Ask for these body modes from here on. Heard only in answers to headers, and only if the filter's configuration
+    has `allow_mode_override`; else Envoy ignores it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A piece of a body sent back in FULL_DUPLEX_STREAMED mode, where whatever is not sent back is lost."""
+
+    phase: Phase
+    """REQUEST_BODY or RESPONSE_BODY."""
+    piece: bytes
+    end_of_stream: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +213,7 @@ class Refuse:
     dynamic_metadata: Mapping[str, Mapping[str, str | float | bool]] = field(default_factory=dict)
 
 
-Reply = Continue | Refuse
+Reply = Continue | Echo | Refuse
 
 
 # The access log.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import zmq
 import zmq.asyncio
@@ -22,8 +23,8 @@ _END = b"\xff" * 8
 _PUBLISHER_HWM = 100_000  # the engines' own default: no reason to drop earlier on our side
 _REPLAY_TIMEOUT_S = 10.0
 _REPLAY_SILENCE_S = 2.0
-# The event loop gets its turn after so much work on events.
-_SLICE_S = 0.005
+# The event loop gets its turn after so much work on events. A request takes several turns.
+_SLICE_S = 0.002
 
 
 class KvFeed:
@@ -45,18 +46,29 @@ class KvFeed:
         self._metrics = metrics
         self._context = context
         self._cursor = FeedCursor()
+        self._complete = False  # all that the engine has published since its start was applied
         self._slice_started_s = 0.0
 
     async def run(self) -> None:
+        self._trust(complete=False)
+        try:
+            await self._follow()
+        except Exception:
+            # The view would grow old without anybody knowing.
+            self._lost("bug")
+            raise
+
+    async def _follow(self) -> None:
         with self._context.socket(zmq.SUB) as live:
             live.set(zmq.RCVHWM, _PUBLISHER_HWM)
             live.set(zmq.LINGER, 0)
             live.subscribe(b"")
             live.connect(self._endpoint)
-            self._fleet.set_trusted(self._worker, trusted=await self._catch_up())
+            await self._catch_up()
             await self._drain_replayed(live)
             while True:
                 await self._receive(await live.recv_multipart())
+                await self._breathe()
 
     async def _receive(self, frames: list[bytes]) -> None:
         if len(frames) < 2 or len(frames[-2]) != 8:
@@ -71,39 +83,46 @@ class KvFeed:
         if seq > self._cursor.next_seq:
             await self._fill(seq)
         if seq == self._cursor.next_seq:
-            await self._apply(seq, payload)
+            if seq == 0:
+                self._trust(complete=True)  # seen from its start
+            self._apply(seq, payload)
 
     async def _fill(self, seq: int) -> None:
         """Batches before `seq` are missing."""
         self._metrics.feed_faults.labels(self._worker, "gap").inc()
-        complete = await self._catch_up()
+        await self._catch_up()
         if self._cursor.next_seq < seq:
             # The replay could not reach what we already have: begin again from here.
             self._lost("unfilled_gap")
             self._cursor.next_seq = seq
-            complete = False
-        self._fleet.set_trusted(self._worker, trusted=complete)
 
-    async def _catch_up(self) -> bool:
-        """Asks for everything from the first batch that is missing; True if nothing is missing after it."""
+    async def _catch_up(self) -> None:
+        """Asks for everything from the first batch that is missing.
+
+        Only a replay from the engine's very first batch makes the view complete: one that fills a gap leaves it as
+        good or bad as it was.
+        """
         if self._replay_endpoint is None:
-            return False
-        complete, ended = True, False
-        async for seq, payload in self._replay(self._replay_endpoint, self._cursor.next_seq):
-            if seq < 0:
-                ended = True
-                break
-            arrival = self._cursor.judge_replayed(seq)
-            if arrival is Arrival.GAP:
-                self._lost("replay_incomplete")
-                complete = False
-            if arrival is not Arrival.REPEATED:
-                await self._apply(seq, payload)
+            return
+        complete, ended = self._complete or self._cursor.next_seq == 0, False
+        async with aclosing(self._replay(self._replay_endpoint, self._cursor.next_seq)) as batches:
+            async for seq, payload in batches:
+                if seq < 0:
+                    ended = True
+                    break
+                arrival = self._cursor.judge_replayed(seq)
+                if arrival is Arrival.GAP:
+                    self._lost("replay_incomplete")
+                    complete = False
+                if arrival is not Arrival.REPEATED:
+                    self._apply(seq, payload)
+                await self._breathe()
         if not ended:
             self._metrics.feed_faults.labels(self._worker, "replay_timeout").inc()
-        return complete and ended
+        self._complete = complete
+        self._fleet.set_trusted(self._worker, trusted=complete and ended)
 
-    async def _replay(self, endpoint: str, first: int) -> AsyncIterator[tuple[int, bytes]]:
+    async def _replay(self, endpoint: str, first: int) -> AsyncGenerator[tuple[int, bytes], None]:
         """Replayed batches in order, and a last (-1, b"") if the end marker came in time.
 
         Read as fast as they come: the engine's ROUTER drops what its reader leaves waiting.
@@ -133,7 +152,7 @@ class KvFeed:
             await self._receive(await live.recv_multipart())
         self._cursor.caught_up()
 
-    async def _apply(self, seq: int, payload: bytes) -> None:
+    def _apply(self, seq: int, payload: bytes) -> None:
         self._cursor.applied(seq)
         try:
             batch = decode_batch(payload)
@@ -144,7 +163,9 @@ class KvFeed:
         self._metrics.kv_batches.labels(self._worker, "applied").inc()
         for reason, count in batch.skipped.items():
             self._metrics.kv_skipped.labels(self._worker, reason).inc(count)
-        # A queue of waiting batches never lets go of the loop by itself.
+
+    async def _breathe(self) -> None:
+        """A queue of waiting batches, applied or not, never lets go of the loop by itself."""
         now_s = time.monotonic()
         if now_s - self._slice_started_s > _SLICE_S:
             await asyncio.sleep(0)
@@ -153,3 +174,8 @@ class KvFeed:
     def _lost(self, kind: str) -> None:
         self._metrics.feed_faults.labels(self._worker, kind).inc()
         self._fleet.clear(self._worker)
+        self._trust(complete=False)
+
+    def _trust(self, complete: bool) -> None:
+        self._complete = complete
+        self._fleet.set_trusted(self._worker, trusted=complete)

@@ -74,10 +74,11 @@ class Ledger:
         if entry is None:
             return
         entry.streaming = False
+        if not answered:
+            self._metrics.ungraded.labels("given_up").inc()
         if entry.end is not None:
             self._finish(ticket_id, entry.end[0], entry.end[1], "access_log")
         elif not answered:
-            self._metrics.ungraded.labels("given_up").inc()
             self._finish(ticket_id, Usage(), None, "stream")
 
     def request_ended(self, end: RequestEnd) -> None:
@@ -131,6 +132,8 @@ class Ledger:
 def _usage(reported: Mapping[str, object]) -> Usage:
     def tokens(key: str) -> int | None:
         value = reported.get(key)
-        return round(value) if isinstance(value, (int, float)) and 0 <= value < 1e12 else None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        return round(value) if 0 <= value < 1e12 else None
 
     return Usage(tokens("prompt"), tokens("cached"), tokens("output"))

@@ -43,19 +43,22 @@ def _settings(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadModelFiles(f"{path}: {error}") from error
 
 
 def _template_source(folder: Path, settings: dict[str, Any]) -> tuple[str | None, Path]:
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8"), path
+        try:
+            return path.read_text(encoding="utf-8"), path
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadModelFiles(f"{path}: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
         # Named templates; the one for tools is chosen by engines only when tools are given.
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     return template if isinstance(template, str) else None, folder / "tokenizer_config.json"
 
 

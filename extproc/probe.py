@@ -6,6 +6,7 @@ Asked politely, off the request path: every few seconds, jittered, with a short 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 from collections.abc import Callable
@@ -20,8 +21,8 @@ from predictor.fleet import Fleet, Ticket
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _MAX_BYTES = 8 << 20
 _FAILURES_UNTIL_DOWN = 2
-_GAUGE = re.compile(rb"^vllm:num_requests_(?:running|waiting)(?:\{[^}\n]*\})? ([0-9.eE+]+)", re.MULTILINE)
-_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
+_GAUGE = re.compile(rb"^vllm:num_requests_(?:running|waiting)(?:\{[^\n]*\})? (\S+)", re.MULTILINE)
+_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
@@ -36,18 +37,28 @@ class EngineState:
 
 def read_vllm_metrics(text: bytes) -> EngineState:
     """Reads the few lines that matter of vLLM's Prometheus text (names as of 0.10-0.33); ranks are added up."""
-    gauges = [float(value) for value in _GAUGE.findall(text)]
+    gauges = [_number(value) for value in _GAUGE.findall(text)]
+    known = [value for value in gauges if value is not None]
     config = _CACHE_CONFIG.search(text)
     labels = dict(_LABEL.findall(config.group(1))) if config else {}
     return EngineState(
-        in_progress=round(sum(gauges)) if gauges else None,
+        # A part of the sum would look like less load than there is.
+        in_progress=round(sum(known)) if known and len(known) == len(gauges) else None,
         block_size=_count(labels.get(b"block_size")),
         num_gpu_blocks=_count(labels.get(b"num_gpu_blocks")),
     )
 
 
+def _number(value: bytes) -> float | None:
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
+
+
 def _count(value: bytes | None) -> int | None:
-    return int(value) if value is not None and value.isdigit() and int(value) > 0 else None
+    return int(value) if value is not None and len(value) <= 18 and value.isdigit() and int(value) > 0 else None
 
 
 class Probe:
@@ -85,7 +96,7 @@ class Probe:
         try:
             async with session.get(self._url) as response:
                 response.raise_for_status()
-                text = await response.content.read(_MAX_BYTES)
+                text = await _page(response)
         except (aiohttp.ClientError, TimeoutError, OSError):
             self._failures += 1
             self._metrics.probes.labels(self._worker, "failed").inc()
@@ -108,3 +119,13 @@ class Probe:
             self._fleet.configure(self._worker, reported)
         if state.in_progress is not None:
             self._on_ended(self._fleet.observe_load(self._worker, state.in_progress, asked_at_s, self._clock()))
+
+
+async def _page(response: aiohttp.ClientResponse) -> bytes:
+    """The whole body, or nothing where it is larger than any page of metrics: half of one would tell half the load."""
+    page = bytearray()
+    async for piece in response.content.iter_any():
+        page += piece
+        if len(page) > _MAX_BYTES:
+            return b""
+    return bytes(page)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from extproc.apis.request import ChatPrompt, CompletionPrompt, LlmRequest
+from extproc.apis.request import ChatPrompt, CompletionPrompt, LlmRequest, OpaquePrompt
 from extproc.completion_prompt import Parts, read_completion_prompt
 from predictor.chat import ChatTemplate, NotReproducible
 from predictor.prompt import BlockHasher, Namespace, Prompt, Tokens
@@ -57,6 +57,8 @@ class PoolText:
                 return self._chat_tokens(chat)
             case CompletionPrompt() as completion:
                 return self._completion_tokens(completion)
+            case OpaquePrompt():
+                return Estimated.OPAQUE
 
     def estimate(self, request: LlmRequest) -> Prompt:
         """From the body's size; the engines' own counts of past prompts set the scale."""
@@ -74,6 +76,8 @@ class PoolText:
             return Estimated.NO_TEMPLATE
         try:
             messages = _OBJECTS.decode(chat.messages)
+            if chat.system is not None:
+                messages.insert(0, {"role": "system", "content": chat.system})
             tools = _OBJECTS.decode(chat.tools) if chat.tools is not None and chat.tools != b"null" else None
             text = self.template.render(messages, tools, chat.add_generation_prompt, chat.template_variables)
         except (NotReproducible, msgspec.MsgspecError):
@@ -93,13 +97,27 @@ class PoolText:
 
 
 class PromptReader:
-    """`deadline_s` bounds what one request waits for its tokens; `max_pending` bounds how many are being read."""
+    """`deadline_s` bounds what one request waits for its tokens; `max_pending` bounds how many are being read.
 
-    def __init__(self, hasher: BlockHasher, threads: int, max_pending: int, deadline_s: float) -> None:
+    Bodies of up to `inline_bytes` are read at once, on the event loop: a thread would take longer to wake up.
+    `on_late_fault` is told of faults of ours in a thread that nobody waits for any more.
+    """
+
+    def __init__(
+        self,
+        hasher: BlockHasher,
+        threads: int,
+        max_pending: int,
+        deadline_s: float,
+        on_late_fault: Callable[[BaseException], None],
+        inline_bytes: int = 0,
+    ) -> None:
         self._hasher = hasher
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="prompt")
         self._max_pending = max_pending
         self._deadline_s = deadline_s
+        self._on_late_fault = on_late_fault
+        self._inline_bytes = inline_bytes
         self._pending = 0
 
     @property
@@ -107,23 +125,45 @@ class PromptReader:
         return self._pending
 
     async def read(self, text: PoolText, request: LlmRequest, block_sizes: Iterable[int]) -> ReadPrompt:
+        sizes = tuple(block_sizes)
+        if request.body_bytes <= self._inline_bytes:
+            return self._result(self._make(text, request, sizes), text, request)
         if self._pending >= self._max_pending:
             return ReadPrompt(text.estimate(request), Estimated.BUSY)
-        sizes = tuple(block_sizes)
-        future = asyncio.get_running_loop().run_in_executor(self._executor, self._make, text, request, sizes)
+        loop = asyncio.get_running_loop()
+        latest_s = loop.time() + self._deadline_s
+        future = loop.run_in_executor(self._executor, self._make_in_time, text, request, sizes, loop.time, latest_s)
         self._pending += 1
         future.add_done_callback(self._release)
         # Not wait_for: a thread cannot be stopped, and cancelling the future would free its place too early.
-        done, _ = await asyncio.wait({future}, timeout=self._deadline_s)
-        if not done:
+        try:
+            await asyncio.wait({future}, timeout=self._deadline_s)
+        finally:
+            if not future.done():
+                future.add_done_callback(self._nobody_waits)
+        if not future.done():
             return ReadPrompt(text.estimate(request), Estimated.LATE)
-        result = future.result()
-        if isinstance(result, Estimated):
-            return ReadPrompt(text.estimate(request), result)
-        return ReadPrompt(result, None)
+        return self._result(future.result(), text, request)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    @staticmethod
+    def _result(made: Prompt | Estimated, text: PoolText, request: LlmRequest) -> ReadPrompt:
+        if isinstance(made, Estimated):
+            return ReadPrompt(text.estimate(request), made)
+        return ReadPrompt(made, None)
+
+    def _make_in_time(
+        self,
+        text: PoolText,
+        request: LlmRequest,
+        block_sizes: tuple[int, ...],
+        clock: Callable[[], float],
+        latest_s: float,
+    ) -> Prompt | Estimated:
+        """Nothing is done for a caller that has given up before its turn came: overload must not feed itself."""
+        return Estimated.LATE if clock() >= latest_s else self._make(text, request, block_sizes)
 
     def _make(self, text: PoolText, request: LlmRequest, block_sizes: tuple[int, ...]) -> Prompt | Estimated:
         tokens = text.tokens(request)
@@ -138,6 +178,10 @@ class PromptReader:
         return Prompt(len(tokens), exact=True, hashes=hashes)
 
     def _release(self, future: asyncio.Future[Prompt | Estimated]) -> None:
+        del future
         self._pending -= 1
-        if not future.cancelled():
-            future.exception()  # one that nobody waits for any more is not worth a warning
+
+    def _nobody_waits(self, future: asyncio.Future[Prompt | Estimated]) -> None:
+        fault = None if future.cancelled() else future.exception()
+        if fault is not None:
+            self._on_late_fault(fault)

@@ -68,21 +68,31 @@ class Processor:
                     actions += await self._act(action, session, exchange, context)
         except Exception:
             # The one border. Returning closes the stream with OK, and the request goes on unrouted.
-            self._metrics.bugs.labels("stream").inc()
             self._metrics.passed.labels(Passed.BUG.value).inc()
-            self._log("bug", where="stream", id=exchange.ticket_id, trace=traceback.format_exc())
+            self._bug("stream", exchange)
         finally:
             self.open_streams -= 1
             if not self.open_streams:
                 self._empty.set()
-            if exchange.ticket_id is not None:
-                self._ledger.stream_closed(exchange.ticket_id, answered)
+            self._release(exchange, answered)
 
     async def drained(self) -> None:
         """Returns when no exchange is open."""
         while self.open_streams:
             self._empty.clear()
             await self._empty.wait()
+
+    def _release(self, exchange: Exchange, answered: bool) -> None:
+        if exchange.ticket_id is None:
+            return
+        try:
+            self._ledger.stream_closed(exchange.ticket_id, answered)
+        except Exception:
+            self._bug("release", exchange)
+
+    def _bug(self, where: str, exchange: Exchange) -> None:
+        self._metrics.bugs.labels(where).inc()
+        self._log("bug", where=where, id=exchange.ticket_id, trace=traceback.format_exc())
 
     async def _act(self, action: Action, session: Session, exchange: Exchange, context: _Context) -> list[Action]:
         match action:

@@ -10,12 +10,14 @@ import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
+import itertools
+import random
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,8 +34,11 @@ _T = TypeVar("_T")
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
+_EXIT_INTERRUPTED = 130
 # The ports in envoy/envoy.yaml, by what they stand for.
 _LISTENER, _ENVOY_ADMIN, _FILTER = 8080, 9901, 9002
+# Below the ports that the kernel lends to outgoing connections (from 32,768): one that is free now stays free.
+_PORTS = range(20_000, 32_000)
 
 
 class StackFault(OSError):
@@ -109,7 +114,8 @@ class Child:
 
 
 class Stack:
-    """Starts and stops the parts. `overrides` is merged into the filter's config file, `pool` into its one pool."""
+    """Starts and stops the parts. `overrides` is merged into the filter's config file, `pool` into its one pool, and
+    `change_envoy` may change Envoy's config in place before it is written."""
 
     def __init__(
         self,
@@ -117,15 +123,18 @@ class Stack:
         engines: Sequence[EngineSpec] = DEFAULT_ENGINES,
         overrides: Mapping[str, Any] | None = None,
         pool: Mapping[str, Any] | None = None,
+        change_envoy: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.folder = folder
         self.specs = tuple(engines)
         self.overrides = dict(overrides or {})
         self.pool = dict(pool or {})
+        self.change_envoy = change_envoy
         self.engines: dict[str, Child] = {}
         self.filter: Child | None = None
         self.envoy: Child | None = None
         self.listener_port, self.envoy_admin_port, self.grpc_port, self.admin_port = free_ports(4)
+        self._children: list[Child] = []  # every one that was started, ready or not
 
     @property
     def url(self) -> str:
@@ -151,12 +160,13 @@ class Stack:
     async def start_engine(self, spec: EngineSpec) -> Child:
         """An engine that was started before comes back on the ports that it had."""
         known = self.engines.get(spec.name)
-        ports = [("port", "0"), ("kv-events-port", "0"), ("kv-replay-port", "0")]
-        if known is not None:
-            addresses = known.ready["kv_events_endpoint"], known.ready["kv_replay_endpoint"]
-            events, replay = (address.rpartition(":")[2] for address in addresses)
-            ports = [("port", str(known.ready["port"])), ("kv-events-port", events), ("kv-replay-port", replay)]
-        flags = [text for name, value in ports for text in (f"--{name}", value)]
+        if known is None:
+            ports = free_ports(3)
+        else:
+            endpoints = known.ready["kv_events_endpoint"], known.ready["kv_replay_endpoint"]
+            ports = [known.ready["port"], *(int(endpoint.rpartition(":")[2]) for endpoint in endpoints)]
+        names = "--port", "--kv-events-port", "--kv-replay-port"
+        flags = [text for name, port in zip(names, ports, strict=True) for text in (name, str(port))]
         command = [sys.executable, "-m", "enginesim", "--exit-with-parent", *flags, *spec.flags()]
         child = await self._spawn(f"engine-{spec.name}", command, capture=True)
         assert child.process.stdout is not None
@@ -198,9 +208,10 @@ class Stack:
 
     async def stop(self) -> None:
         """Ends every child: first who sends, then who is asked."""
-        children = [child for child in (self.envoy, self.filter, *self.engines.values()) if child is not None]
-        for child in children:
-            await child.end()
+        for child in (self.envoy, self.filter):
+            if child is not None:
+                await child.end()
+        await asyncio.gather(*(child.end() for child in self._children))
 
     async def fleet(self) -> dict[str, Any]:
         async with aiohttp.ClientSession() as session, session.get(f"{self.admin_url}/fleet") as response:
@@ -242,6 +253,8 @@ class Stack:
         engines["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
             {"endpoint": {"address": {"socket_address": address}}} for address in addresses
         ]
+        if self.change_envoy is not None:
+            self.change_envoy(config)
         return config
 
     async def _spawn(self, name: str, command: Sequence[str], capture: bool = False) -> Child:
@@ -256,7 +269,9 @@ class Stack:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-        return Child(name, process, log)
+        child = Child(name, process, log)
+        self._children.append(child)
+        return child
 
     async def _answers(self, child: Child, url: str, wanted: str = "") -> None:
         async def ask() -> None:
@@ -289,26 +304,36 @@ async def _run_stack(scene: bool, once: bool) -> int:
 
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stopping.set)
-    with tempfile.TemporaryDirectory(prefix="headway-") as folder:
-        stack = Stack(Path(folder))
-        try:
-            starting = asyncio.create_task(_start_and_play(stack, Scene(stack) if scene else None))
-            interrupted = asyncio.create_task(stopping.wait())
-            await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
-                return 130
-            went_well = starting.result()
+    folder = Path(tempfile.mkdtemp(prefix="headway-"))
+    keep_logs = False
+    stack = Stack(folder)
+    starting = asyncio.create_task(_start_and_play(stack, Scene(stack) if scene else None))
+    interrupted = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return _EXIT_INTERRUPTED
+        went_well = starting.result()
+        if once:
+            keep_logs = not went_well
+        else:
             say_where(stack)
-            if not once:
-                await interrupted
-            interrupted.cancel()
-            return 0 if went_well else 1
-        finally:
-            await stack.stop()
+            await interrupted
+        return 0 if went_well else 1
+    except StackFault:
+        keep_logs = True
+        raise
+    finally:
+        for task in (starting, interrupted):
+            task.cancel()
+        await asyncio.gather(starting, interrupted, return_exceptions=True)
+        await stack.stop()
+        if keep_logs:
+            sys.stderr.write(f"Logs and configs are kept in {folder}\n")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _start_and_play(stack: Stack, scene: Scene | None) -> bool:
@@ -349,12 +374,20 @@ def simulator_folder() -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on right now."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for bound in sockets:
-            bound.bind(("127.0.0.1", 0))
-        return [bound.getsockname()[1] for bound in sockets]
+    """Loopback ports that nobody listens on right now. StackFault if there are none."""
+    ports = list(itertools.islice(filter(_is_free, random.sample(_PORTS, k=len(_PORTS))), count))
+    if len(ports) < count:
+        raise StackFault(f"fewer than {count} free ports from {_PORTS.start} to {_PORTS.stop - 1}")
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def _with_ports(node: object, ports: Mapping[int, int]) -> Any:  # noqa: ANN401 - whatever YAML holds

@@ -14,6 +14,7 @@ from extproc.exchange import (
     NOTHING,
     BodyMode,
     Continue,
+    Echo,
     Event,
     Headers,
     Metadata,
@@ -121,6 +122,7 @@ _BODY_MODES: Final = {
     ProcessingMode.FULL_DUPLEX_STREAMED: BodyMode.FULL_DUPLEX_STREAMED,
     ProcessingMode.GRPC: BodyMode.GRPC,
 }
+_BODY_MODE_VALUES: Final = {mode: value for value, mode in _BODY_MODES.items()}
 
 
 def _protocol(message: ProcessingRequest) -> Protocol | None:
@@ -260,11 +262,24 @@ def _plain(value: Value) -> object:
 
 def write(reply: Reply) -> ProcessingResponse:
     """The message for `reply`. Treat it as read-only: all plain replies to one phase share a message."""
-    if isinstance(reply, Refuse):
-        return _refusal(reply)
-    if reply.set_headers or reply.remove_headers or reply.dynamic_metadata or reply.clear_route_cache:
-        return _changes(reply)
-    return _PLAIN[reply.phase]
+    match reply:
+        case Refuse():
+            return _refusal(reply)
+        case Echo():
+            return _echo(reply)
+        case Continue(phase, (), (), metadata, False, None) if not metadata:
+            return _PLAIN[phase]
+        case Continue():
+            return _changes(reply)
+
+
+def _echo(reply: Echo) -> ProcessingResponse:
+    message = ProcessingResponse()
+    part: BodyResponse = getattr(message, reply.phase.value)
+    piece = part.response.body_mutation.streamed_response
+    piece.body = reply.piece
+    piece.end_of_stream = reply.end_of_stream
+    return message
 
 
 def _refusal(reply: Refuse) -> ProcessingResponse:
@@ -291,6 +306,9 @@ def _changes(reply: Continue) -> ProcessingResponse:
     if reply.remove_headers:
         mutation.remove_headers.extend(reply.remove_headers)
     _set_metadata(message.dynamic_metadata, reply.dynamic_metadata)
+    if reply.body_modes is not None:
+        message.mode_override.request_body_mode = _BODY_MODE_VALUES[reply.body_modes.request_body]
+        message.mode_override.response_body_mode = _BODY_MODE_VALUES[reply.body_modes.response_body]
     return message
 
 

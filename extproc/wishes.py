@@ -13,7 +13,9 @@ class BadWish(ValueError):
 
     def __init__(self, field: str, value: object) -> None:
         self.field = field
-        shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:80] + "..."
+        # A list may be nested too deep to be shown.
+        shown = f"a {type(value).__name__}" if isinstance(value, (list, dict)) else repr(value)
+        shown = shown if len(shown) <= 80 else shown[:80] + "..."
         super().__init__(f"{field} must be a number of seconds from {BOUND_MIN_S:g} to {BOUND_MAX_S:g}; got {shown}")
 
 

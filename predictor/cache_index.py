@@ -28,6 +28,7 @@ class _View:
     # (engines.md A.1, "Duplicates need reference counts"). Rare, so counted beside the table.
     more_copies: dict[int, int] = field(default_factory=dict)  # engine hash -> copies beyond the first
     more_names: dict[int, int] = field(default_factory=dict)  # our hash -> engine hashes beyond the first
+    groups: set[int | None] = field(default_factory=set)  # the groups of layers whose blocks were stored
 
 
 class CacheIndex:
@@ -41,7 +42,12 @@ class CacheIndex:
         self._holders: dict[int, int] = {}  # our hash -> mask of the workers that hold it
 
     def add(self, worker: str, capacity_blocks: int | None) -> None:
-        """Starts an empty view; `capacity_blocks` is the engine's own block count, and None means no cap."""
+        """Starts an empty view; `capacity_blocks` is the engine's own block count, and None means no cap.
+
+        ValueError if there is one already.
+        """
+        if worker in self._views:
+            raise ValueError(f"worker {worker!r} is already in the index")
         taken = {view.bit for view in self._views.values()}
         bit = 1
         while bit in taken:
@@ -112,6 +118,7 @@ class CacheIndex:
         if parent is None:
             self.skipped["unknown_parent"] += 1
             return
+        view.groups.add(event.group)
         extras = None
         if event.lora_name is not None or event.extra_keys is not None:
             keys = event.extra_keys or ((),) * len(event.hashes)
@@ -139,6 +146,10 @@ class CacheIndex:
 
     def _remove(self, view: _View, event: Removed) -> None:
         if event.tier is not Tier.DEVICE:
+            return
+        if event.group is not None and event.group not in view.groups:
+            # A removal does not tell its group's kind: one of a group that was never taken in is not ours.
+            self.skipped["other_group"] += 1
             return
         for theirs in event.hashes:
             copies = view.more_copies.pop(theirs, 0)

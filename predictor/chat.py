@@ -16,9 +16,26 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
-import msgspec
 
 Message = Mapping[str, Any]
+
+# The kinds of parts that are text, and where it stands.
+_TEXT_OF_PART = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+# What vLLM knows of parts of any kind. Other keys reach a template that takes parts.
+_KEYS_OF_PARTS = frozenset(
+    {
+        *("type", "text", "refusal", "thinking", "name", "file", "data", "uuid", "closed", "prompt_cache_breakpoint"),
+        *("image_url", "image_embeds", "image_pil", "audio_url", "audio_embeds", "input_audio"),
+        *("video_url", "video_embeds"),
+    }
+)
+_BILLING_HEADER = "x-anthropic-billing-header"
 
 
 class NotReproducible(ValueError):
@@ -38,6 +55,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self._wants_parts = _loops_over_content(environment.parse(source))
+            self._knows_developer = '"developer"' in source or "'developer'" in source
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"not a Jinja template: line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
@@ -54,10 +72,12 @@ class ChatTemplate:
         Raises NotReproducible for messages that hold more than text, or that the template refuses.
         """
         conversation = [self._normalised(message) for message in messages]
+        if not self._knows_developer:
+            conversation = _with_developers_as_system(conversation)
         context = {
             **self._special_tokens,
             "messages": conversation,
-            "tools": list(tools) if tools else None,
+            "tools": [_as_engine_writes_it(tool) for tool in tools] if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **(variables or {}),
@@ -69,50 +89,126 @@ class ChatTemplate:
             raise NotReproducible(f"the chat template refused the messages: {error}") from error
 
     def _normalised(self, message: object) -> dict[str, Any]:
+        """What the engine's parsing leaves of a message: the fields that it knows, in its order."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise NotReproducible("a message is no object with a role")
-        result = dict(message)
-        result["content"] = self._content(message.get("content"))
-        calls = message.get("tool_calls")
-        if isinstance(calls, list):
-            result["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-        elif "tool_calls" in result:
-            del result["tool_calls"]
+        role = message["role"]
+        result: dict[str, Any] = {"role": role, "content": self._content(role, message.get("content"))}
+        if role == "assistant":
+            calls = message.get("tool_calls")
+            if isinstance(calls, list) and calls:
+                result["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+            reasoning = message.get("reasoning")
+            reasoning = message.get("reasoning_content") if reasoning is None else reasoning
+            if reasoning is not None:
+                result["reasoning"] = result["reasoning_content"] = reasoning
+        elif role == "tool" and "tool_call_id" in message:
+            result["tool_call_id"] = message["tool_call_id"]
+        for key in ("name", "task"):
+            if isinstance(message.get(key), str):
+                result[key] = message[key]
+        if role == "developer" and message.get("tools") is not None:
+            raise NotReproducible("a developer message brings tools")
         return result
 
-    def _content(self, content: object) -> object:
+    def _content(self, role: str, content: object) -> object:
         if content is None:
-            return ""
-        if isinstance(content, str):
-            return [{"type": "text", "text": content}] if self._wants_parts else content
-        if not isinstance(content, list):
+            parts: list[object] = []
+        elif isinstance(content, str):
+            parts = [content]
+        elif isinstance(content, list):
+            parts = content
+        else:
             raise NotReproducible("a message's content is neither text nor a list of parts")
-        texts = [_text_of(part) for part in content]
-        return [{"type": "text", "text": text} for text in texts] if self._wants_parts else "\n".join(texts)
+        texts = [text for text in map(_text_part, parts) if text is not None]
+        if role == "system":
+            texts = [text for text in map(_without_billing_header, texts) if text is not None]
+        if self._wants_parts and role != "tool":
+            return texts
+        # Where a tool speaks, templates that take parts take text all the same, and then empty parts count.
+        return "\n".join(part["text"] for part in texts if part["text"] or self._wants_parts)
 
 
-def _text_of(part: object) -> str:
+def _text_part(part: object) -> dict[str, Any] | None:
+    """A part as the engine hands it to a template that takes parts; None for one that it skips."""
     if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
-        text = part.get("text")
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    key = _TEXT_OF_PART.get(kind) if isinstance(kind, str) else None
+    if isinstance(part, dict) and key is not None:
+        text = part.get(key)
         if isinstance(text, str):
-            return text
+            others = {name: value for name, value in part.items() if name not in _KEYS_OF_PARTS}
+            return {"type": "text", "text": text, **others}
+        if text is None and kind in ("text", "refusal"):
+            return None
     raise NotReproducible("a message's content has a part that is not text")
 
 
-def _with_parsed_arguments(call: object) -> object:
-    """Clients send a call's arguments as a JSON string; templates expect the object."""
+def _without_billing_header(part: dict[str, Any]) -> dict[str, Any] | None:
+    """vLLM drops this line of Claude Code's, which differs in every request; None if nothing is left."""
+    if not part["text"].startswith(_BILLING_HEADER):
+        return part
+    rest = part["text"].partition("\n")[2]
+    return {**part, "text": rest} if rest else None
+
+
+def _with_parsed_arguments(call: object) -> dict[str, Any]:
+    """A call as the engine writes it out again; its arguments, which clients send as JSON, become an object.
+
+    What is no JSON object becomes an empty one, so that a conversation with a model's mistake in it can go on.
+    """
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
+    if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
         raise NotReproducible("a tool call is no object with a function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = msgspec.json.decode(arguments) if arguments else {}
-        except msgspec.DecodeError as error:
-            raise NotReproducible("a tool call's arguments are not JSON") from error
-    return {**call, "function": {**function, "arguments": arguments}}
+            # Not msgspec: as the engine's parser, this one takes integers of any length, and NaN.
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    parsed = {"arguments": arguments if isinstance(arguments, dict) else {}, "name": function.get("name")}
+    written = {"id": call.get("id"), "function": {**parsed, **_without(function, parsed)}, "type": call.get("type")}
+    return {key: value for key, value in written.items() if key in call} | _without(call, written)
+
+
+def _without(fields: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in known}
+
+
+def _with_developers_as_system(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For a template that never heard of developers: they are the system, which then speaks once, and first."""
+    roles = [message["role"] for message in conversation]
+    if "developer" not in roles:
+        return conversation
+    system = [message for message in conversation if message["role"] in ("developer", "system")]
+    if len(system) == 1 and system[0] is conversation[0]:
+        return [{**system[0], "role": "system"}, *conversation[1:]]
+    contents = [_joined(message["content"]) for message in system]
+    merged = {"role": "system", "content": "\n\n".join(content for content in contents if content)}
+    return [merged, *(message for message in conversation if message["role"] not in ("developer", "system"))]
+
+
+def _joined(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _as_engine_writes_it(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine parses tools and writes them out again: the keys it knows, in its order, some absent ones as null."""
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise NotReproducible("a tool is no object with a named function")
+    written = {key: function.get(key) for key in ("name", "description", "parameters")}
+    deferred = tool.get("defer_loading")
+    own_deferred = function.get("defer_loading")
+    more = {"strict": function.get("strict"), "defer_loading": deferred if own_deferred is None else own_deferred}
+    written |= {key: value for key, value in more.items() if value is not None}
+    return {
+        "type": tool.get("type", "function"),
+        "function": written,
+        **({} if deferred is None else {"defer_loading": deferred}),
+    }
 
 
 def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
@@ -125,6 +221,8 @@ def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
             case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
                 return True
             case jinja2.nodes.Filter(node=inner) if inner is not None:
+                return is_content(inner)
+            case jinja2.nodes.Getitem(node=inner, arg=jinja2.nodes.Slice()):
                 return is_content(inner)
         return False
 

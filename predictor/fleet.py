@@ -7,7 +7,7 @@ two requests can never both take the same idle worker.
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
@@ -16,7 +16,7 @@ import numpy as np
 
 from predictor.admission import RetryAfter, RetryPolicy, feasible, retry_after
 from predictor.cache_index import CacheIndex
-from predictor.engines.vllm import Sequence, Settings, reusable_tokens
+from predictor.engines.vllm import Sequence, Settings, reusable_tokens, room_beside
 from predictor.forecast import Forecast, forecast
 from predictor.grading import CacheVerdict, Grade, grade, judge_cache
 from predictor.kv_events import Batch
@@ -75,6 +75,7 @@ class Ticket:
     forecast: Forecast
     wish: Wish
     booked_at_s: float
+    joins_at_s: float  # when the step under way ends, and the first that it can be part of begins
     solo: bool  # no other prefill shared the worker with its own
     decodes_beside: int
     decoded_alone: bool = False  # nothing else was in flight on the worker since its first token
@@ -147,7 +148,7 @@ class _Worker:
     trusted: bool = True  # the event feed is complete
     tickets: dict[str, Ticket] = field(default_factory=dict)
     foreign_load: bool = False  # the engine has more in progress than came through us
-    idle_since_s: float | None = None  # when the engine was first seen with nothing in progress
+    idle_seen_at_s: float | None = None  # when the engine was last seen with nothing in progress; None: busy since
 
 
 @dataclass(slots=True)
@@ -251,10 +252,12 @@ class Fleet:
             return NoWorker(pool)
         waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
         runs = {size: index.runs(prompt.hashes.get(size, ())) for size, index in home.indexes.items()}
+        grants = Counter(home.recent)
         candidates = []
         for worker in workers:
             blocks = runs[worker.settings.block_size][worker.spec.name]
-            candidates.append(self._candidate(home, worker, prompt, blocks, wish, waited_s, now_s))
+            share = grants[worker.spec.name] / max(1, len(home.recent))
+            candidates.append(self._candidate(worker, prompt, blocks, wish, share, waited_s, now_s))
         forecasts = tuple(candidate.forecast for candidate in candidates)
         choice = choose(candidates, home.policy.learning_share, home.policy.fallbacks, self._rng)
         if choice is None:
@@ -307,12 +310,12 @@ class Fleet:
         known = self._pool_of[worker].workers[worker]
         known.foreign_load = in_progress > len(known.tickets)
         if in_progress > 0:
-            known.idle_since_s = None
+            known.idle_seen_at_s = None
             return []
-        if known.idle_since_s is None:
-            known.idle_since_s = asked_at_s
+        earlier_s, known.idle_seen_at_s = known.idle_seen_at_s, asked_at_s
+        if earlier_s is None:
             return []
-        limit_s = known.idle_since_s - _EVIDENCE_GRACE_S
+        limit_s = earlier_s - _EVIDENCE_GRACE_S
         ended = [ticket for ticket in known.tickets.values() if ticket.booked_at_s < limit_s]
         for ticket in ended:
             self.finish(ticket.id, Usage(), now_s)
@@ -398,7 +401,7 @@ class Fleet:
         return home.indexes[known.settings.block_size], known
 
     def _candidate(
-        self, home: _Pool, worker: _Worker, prompt: Prompt, blocks: int, wish: Wish, waited_s: float, now_s: float
+        self, worker: _Worker, prompt: Prompt, blocks: int, wish: Wish, share: float, waited_s: float, now_s: float
     ) -> Candidate:
         settings, cost, shadow = worker.settings, worker.cost.cost, worker.shadow
         timeline = shadow.timeline(now_s)
@@ -422,7 +425,7 @@ class Fleet:
             learned=worker.cost.learned,
             # What is on its way to being a sample counts, or requests in a row would all go to one worker.
             samples=worker.cost.samples + len(worker.tickets),
-            recent_share=home.recent.count(worker.spec.name) / max(1, len(home.recent)),
+            recent_share=share,
             uncached_prefill_s=cost.alone_s(0, prompt.token_count, settings.max_num_batched_tokens),
         )
 
@@ -441,7 +444,17 @@ class Fleet:
     def _book(self, home: _Pool, worker: _Worker, priced: Forecast, wish: Wish, now_s: float) -> Ticket:
         shadow = worker.shadow
         solo = not shadow.prefilling and not worker.foreign_load
-        ticket = Ticket(wish.ticket_id, home.policy.name, worker.spec.name, priced, wish, now_s, solo, shadow.decoding)
+        ticket = Ticket(
+            id=wish.ticket_id,
+            pool=home.policy.name,
+            worker=worker.spec.name,
+            forecast=priced,
+            wish=wish,
+            booked_at_s=now_s,
+            joins_at_s=shadow.timeline(now_s).begins_s,
+            solo=solo,
+            decodes_beside=shadow.decoding,
+        )
         if ticket.id in self._tickets:
             raise ValueError(f"ticket {ticket.id!r} is already in flight")
         _spoil_samples(worker)
@@ -466,8 +479,7 @@ class Fleet:
         _spoil_samples(server)
         server.tickets[ticket.id] = ticket
         tokens, expected = ticket.forecast.prompt_tokens, home.expected_output(ticket.wish.max_tokens)
-        server.shadow.book(Sequence(ticket.id, tokens, tokens - 1, expected), now_s)
-        server.shadow.first_token(ticket.id, now_s)
+        server.shadow.adopt(Sequence(ticket.id, tokens, tokens, expected), now_s)
 
     def _learn(self, worker: _Worker, ticket: Ticket, usage: Usage, now_s: float) -> bool:
         assert ticket.first_token_at_s is not None
@@ -484,8 +496,8 @@ class Fleet:
         else:
             return False
         cached = ticket.forecast.cached_tokens if usage.cached_tokens is None else usage.cached_tokens
-        steps = ceil(max(1, prompt_tokens - cached) / worker.settings.max_num_batched_tokens)
-        seconds = ticket.first_token_at_s - ticket.booked_at_s
+        steps = ceil(max(1, prompt_tokens - cached) / room_beside(ticket.decodes_beside, worker.settings))
+        seconds = ticket.first_token_at_s - ticket.joins_at_s
         sample = PrefillSample(prompt_tokens, cached, steps, ticket.decodes_beside, seconds)
         if not worker.cost.add(sample):
             return False

@@ -28,7 +28,7 @@ class Forecast:
 
     def __post_init__(self) -> None:
         parts = (self.already_waited_s, self.wait_s, self.prefill_s, self.overhead_s)
-        assert all(part >= 0 for part in parts), f"a part of the forecast is negative: {self}"
+        assert min(parts) >= 0, f"a part of the forecast is negative: {self}"
         assert isclose(sum(parts), self.ttft_s, abs_tol=1e-6), f"the parts of the forecast do not add up: {self}"
 
     @property

@@ -9,6 +9,7 @@ in the batch are kept.
 from __future__ import annotations
 
 import enum
+from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,12 +53,14 @@ class Stored:
     tier: Tier
     lora_name: str | None
     extra_keys: tuple[tuple[object, ...], ...] | None  # one entry a block; the adapter's name is not repeated in it
+    group: int | None = None  # hybrid models cache each group of layers apart, under the same hashes
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
     hashes: tuple[int, ...]
     tier: Tier
+    group: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ def _event(item: object) -> KvEvent:
     if tag == "BlockRemoved":
         if not _is_prefix_group(fields):
             raise _Skip("group")
-        return Removed(_hashes(fields.get("block_hashes")), _tier(fields.get("medium")))
+        return Removed(_hashes(fields.get("block_hashes")), _tier(fields.get("medium")), _group(fields))
     if tag == "AllBlocksCleared":
         return Cleared()
     raise _Skip("unknown_event")
@@ -144,14 +147,16 @@ def _stored(fields: Mapping[str, object]) -> Stored:
         # Masked groups leave hashes out, and then the position of each hash is not known (engines.md A.1).
         raise _Skip("masked")
     try:
-        tokens = np.array(token_ids, dtype=np.uint32)
-    except (TypeError, ValueError, OverflowError):
+        # Strict, where numpy would take fractions and the digits of strings for ids.
+        tokens = np.frombuffer(array("I", token_ids), dtype=np.uint32)
+    except (TypeError, OverflowError):
         raise _Skip("token_form") from None
-    if tokens.ndim != 1:
-        raise _Skip("token_form")
     parent = fields.get("parent_block_hash")
     lora_name = fields.get("lora_name")
     lora_name = lora_name if isinstance(lora_name, str) else None
+    if lora_name is None and fields.get("lora_id") is not None:
+        # Before vLLM 0.14 adapters are numbered, and no request tells its number.
+        raise _Skip("unnamed_adapter")
     return Stored(
         hashes=hashes,
         parent=None if parent is None else _hash(parent),
@@ -160,6 +165,7 @@ def _stored(fields: Mapping[str, object]) -> Stored:
         tier=_tier(fields.get("medium")),
         lora_name=lora_name,
         extra_keys=_extra_keys(fields.get("extra_keys"), lora_name, len(hashes)),
+        group=_group(fields),
     )
 
 
@@ -170,20 +176,36 @@ def _is_prefix_group(fields: Mapping[str, object]) -> bool:
     return False
 
 
+def _group(fields: Mapping[str, object]) -> int | None:
+    group = fields.get("group_idx")
+    return group if isinstance(group, int) else None
+
+
 def _extra_keys(raw: object, lora_name: str | None, blocks: int) -> tuple[tuple[object, ...], ...] | None:
     """Per block what is in its identity besides tokens and adapter: multimodal items, `cache_salt`.
 
-    The adapter's name stands in the list too, untagged; it is taken out, so that an event of a version that has only
+    The adapter's name stands first in the list, untagged; it is taken out, so that an event of a version that has only
     one of the two fields is hashed alike.
     """
-    if not isinstance(raw, list) or len(raw) != blocks:
+    if raw is None:
         return None
-    keys = tuple(tuple(_frozen(key) for key in entry if key != lora_name) if entry else () for entry in raw)
+    if not isinstance(raw, list) or len(raw) != blocks:
+        raise _Skip("malformed")
+    keys = tuple(_block_keys(entry, lora_name) for entry in raw)
     return keys if any(keys) else None
 
 
-def _frozen(value: object) -> object:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+def _block_keys(entry: object, lora_name: str | None) -> tuple[object, ...]:
+    if entry is None:
+        return ()
+    if not isinstance(entry, list):
+        raise _Skip("malformed")
+    keys = [tuple(key) if isinstance(key, list) else key for key in entry]  # a list is [identifier, offset]
+    for key in keys:
+        parts = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(part, (str, bytes, int, float)) for part in parts):
+            raise _Skip("malformed")
+    return tuple(keys[1:] if lora_name is not None and keys[:1] == [lora_name] else keys)
 
 
 def _hashes(raw: object) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ the predicted time, never the parameters, some of which a worker's traffic may n
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections import deque
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ _Array = npt.NDArray[np.float64]
 _MIN_STEP_S = 1e-4
 # What timing one request from outside is off by, whatever its length: below it, relative errors mean nothing.
 _NOISE_S = 0.01
+# Until samples say otherwise, a decoding sequence costs a step this part of what the step costs anyway: alone, requests
+# can hardly tell the two apart, and a busy worker multiplies the mistake by all that decode.
+_DECODE_RATIO = 0.03
 
 
 class Basis(enum.Enum):
@@ -89,7 +93,7 @@ class PrefillSample:
     cached_tokens: int
     steps: int
     decodes_per_step: float
-    seconds: float  # from the grant to the first token
+    seconds: float  # from when it could join, to the first token
 
     @property
     def computed_tokens(self) -> int:
@@ -107,12 +111,15 @@ class DecodeSample:
 class PrefillCost:
     """One worker's cost curve. `cost` is valid at any time; `basis` says what it is worth."""
 
-    _KEPT, _DECODES_KEPT = 256, 64
-    _FORGETTING = 0.99  # weight of a sample per newer sample
+    _KEPT_PER_OCTAVE, _DECODES_KEPT = 40, 64
+    _FORGETTING = 0.995  # weight of a sample per newer one ...
+    _OLDEST = 800  # ... up to so many: who has nobody younger of about his length still has a say
 
     def __init__(self, policy: LearningPolicy) -> None:
         self._policy = policy
-        self._samples: deque[PrefillSample] = deque(maxlen=self._KEPT)
+        # By length, in powers of two: a thousand requests alike must not push out what is known of others.
+        self._octaves: dict[int, deque[tuple[int, PrefillSample]]] = {}
+        self._taken = 0
         self._decodes: deque[DecodeSample] = deque(maxlen=self._DECODES_KEPT)
         self.cost = _default_cost(policy)
         self.basis = Basis.DEFAULT
@@ -123,11 +130,11 @@ class PrefillCost:
 
     @property
     def samples(self) -> int:
-        return len(self._samples)
+        return sum(len(octave) for octave in self._octaves.values())
 
     def forget(self) -> None:
         """The engine is another than the one that was measured."""
-        self._samples.clear()
+        self._octaves.clear()
         self._decodes.clear()
         self.cost, self.basis = _default_cost(self._policy), Basis.DEFAULT
 
@@ -135,8 +142,10 @@ class PrefillCost:
         """Learns from one prefill; False if the sample says nothing (no work, or no time)."""
         if sample.computed_tokens <= 0 or not 0 < sample.seconds < 3600:
             return False
-        self._samples.append(sample)
-        lengths = [known.computed_tokens for known in self._samples]
+        self._taken += 1
+        octave = self._octaves.setdefault(sample.computed_tokens.bit_length(), deque(maxlen=self._KEPT_PER_OCTAVE))
+        octave.append((self._taken, sample))
+        lengths = [known.computed_tokens for _, known in self._known()]
         spans = max(lengths) >= self._policy.min_length_ratio * min(lengths)
         if len(lengths) >= self._policy.min_samples and spans:
             self.cost, self.basis = self._fit_curve(), Basis.CURVE
@@ -149,20 +158,29 @@ class PrefillCost:
         if 0 < sample.step_s < 60:
             self._decodes.append(sample)
 
+    def _known(self) -> list[tuple[int, PrefillSample]]:
+        return [numbered for octave in self._octaves.values() for numbered in octave]
+
     def _fit_rate(self) -> StepCost:
-        rate = sum(s.seconds for s in self._samples) / sum(s.computed_tokens for s in self._samples)
+        known = [sample for _, sample in self._known()]
+        rate = sum(sample.seconds for sample in known) / sum(sample.computed_tokens for sample in known)
         return StepCost(0.0, 0.0, 0.0, rate, 0.0, 0.0)
 
     def _fit_curve(self) -> StepCost:
+        samples = [sample for _, sample in self._known()]
         decodes = [(0.0, 0.0, 1.0, 0.0, 0.0, float(sample.decodes)) for sample in self._decodes]
-        features = np.array([*decodes, *(_features(sample) for sample in self._samples)])
-        seconds = np.array([s.step_s for s in self._decodes] + [s.seconds for s in self._samples])
-        age = np.concatenate([np.arange(len(decodes) - 1, -1, -1), np.arange(len(self._samples) - 1, -1, -1)])
-        if not any(sample.cached_tokens > 4 * sample.computed_tokens for sample in self._samples):
+        # Sixteen decodes a step against one, by the ratio above.
+        prior = (0.0, 0.0, -15 * _DECODE_RATIO, 0.0, 0.0, 16 - (1 + 15 * _DECODE_RATIO))
+        step_s = float(np.median([s.step_s for s in self._decodes])) if decodes else self._policy.default_step_s
+        features = np.array([prior, *decodes, *(_features(sample) for sample in samples)])
+        seconds = np.array([0.0] + [s.step_s for s in self._decodes] + [s.seconds for s in samples])
+        ages = np.minimum([self._taken - number for number, _ in self._known()], self._OLDEST)
+        age = np.concatenate([[0], np.arange(len(decodes) - 1, -1, -1), ages])
+        if not any(sample.cached_tokens > 4 * sample.computed_tokens for sample in samples):
             # Cold prompts cannot tell a server's work per token from its engine's: all of it is the engine's then.
             features[:, _PER_REQUEST_TOKEN] = 0.0
         # A decode step is timed over a whole output, and so is less off.
-        noise = np.array([_NOISE_S / 8] * len(decodes) + [_NOISE_S] * len(self._samples))
+        noise = np.array([5 * step_s] + [_NOISE_S / 8] * len(decodes) + [_NOISE_S] * len(samples))
         weights = self._FORGETTING**age / (seconds + noise) ** 2
         solution = non_negative_least_squares(features, seconds, weights)
         # Twice more with outliers held down (Huber): one stalled sample must not bend the curve.
@@ -190,8 +208,8 @@ def _default_cost(policy: LearningPolicy) -> StepCost:
 def non_negative_least_squares(features: _Array, values: _Array, weights: _Array) -> _Array:
     """Exact weighted least squares with no negative coefficient, by trying every set of active columns.
 
-    `features` is samples x columns; with six columns that is 63 small solves. Columns are scaled and a tiny ridge
-    keeps columns that the samples cannot tell apart from blowing up.
+    `features` is samples x columns; with six columns that is 63 small solves, done for all sets of one size
+    at once. Columns are scaled and a tiny ridge keeps columns that the samples cannot tell apart from blowing up.
     """
     root = np.sqrt(weights)
     scale = np.sqrt(((features * root[:, None]) ** 2).sum(axis=0))
@@ -203,16 +221,20 @@ def non_negative_least_squares(features: _Array, values: _Array, weights: _Array
     columns = features.shape[1]
     best, best_loss = np.zeros(columns), total
     for size in range(1, columns + 1):
-        for chosen in itertools.combinations(range(columns), size):
-            index = np.array(chosen)
-            matrix = normal[np.ix_(index, index)] + 1e-9 * np.eye(size)
-            part = np.linalg.solve(matrix, right[index])
-            if (part < 0).any():
-                continue
-            loss = total - 2 * float(part @ right[index]) + float(part @ normal[np.ix_(index, index)] @ part)
-            # A column must earn its place: equal losses go to the smaller set.
-            if loss < best_loss * (1 - 1e-6) - 1e-12:
-                best, best_loss = np.zeros(columns), loss
-                best[index] = part
+        sets = _column_sets(columns, size)
+        matrices, sides = normal[sets[:, :, None], sets[:, None, :]], right[sets]
+        parts = np.linalg.solve(matrices + 1e-9 * np.eye(size), sides[:, :, None])[:, :, 0]
+        losses = total - 2 * (parts * sides).sum(axis=1) + np.einsum("si,sij,sj->s", parts, matrices, parts)
+        losses[(parts < 0).any(axis=1)] = np.inf
+        winner = int(losses.argmin())
+        # A column must earn its place: equal losses go to the smaller set.
+        if losses[winner] < best_loss * (1 - 1e-6) - 1e-12:
+            best, best_loss = np.zeros(columns), float(losses[winner])
+            best[sets[winner]] = parts[winner]
     coefficients: _Array = best / scale
     return coefficients
+
+
+@functools.cache
+def _column_sets(columns: int, size: int) -> npt.NDArray[np.intp]:
+    return np.array(list(itertools.combinations(range(columns), size)))

@@ -66,8 +66,8 @@ class BlockHasher:
         self._factor = int(odd[0])
         self._root = int(odd[1])
         self._word_factors = odd[2:]
-        self._powers = np.ones(1, np.uint64)
-        self._inverse_powers = np.ones(1, np.uint64)
+        # Powers of the factor and of its inverse. One attribute, replaced whole: threads share a hasher.
+        self._powers = (np.ones(1, np.uint64), np.ones(1, np.uint64))
         self._digest_key = rng.bytes(16)
         self._digests: dict[tuple[str | None, tuple[object, ...]], int] = {}
 
@@ -95,12 +95,12 @@ class BlockHasher:
         count = len(tokens) // block_size
         if count == 0:
             return np.empty(0, np.uint64)
-        self._grow_powers(count + 1)
+        powers, inverse_powers = self._powers_up_to(count + 1)
         content = self._content(tokens, block_size)
         if extras is not None:
-            content = _fmix(content ^ extras)
-        powers = self._powers
-        chained = np.cumsum(content * self._inverse_powers[:count], dtype=np.uint64) * powers[:count]
+            # A digest of 0 must leave a block as it is without extras: later events of a salted prompt carry none.
+            content ^= extras
+        chained = np.cumsum(content * inverse_powers[:count], dtype=np.uint64) * powers[:count]
         chained += powers[1 : count + 1] * np.uint64(parent)
         return chained
 
@@ -129,13 +129,14 @@ class BlockHasher:
             mixed ^= mixed >> _S29
         return _fmix(mixed)
 
-    def _grow_powers(self, count: int) -> None:
-        if len(self._powers) >= count:
-            return
+    def _powers_up_to(self, count: int) -> tuple[BlockHashes, BlockHashes]:
+        known = self._powers
+        if len(known[0]) >= count:
+            return known
         size = 1 << (count - 1).bit_length()
-        # Assigned whole, so that a thread that reads them meanwhile sees the old or the new tables, both right.
-        self._inverse_powers = _powers(pow(self._factor, -1, 1 << 64), size)
-        self._powers = _powers(self._factor, size)
+        grown = _powers(self._factor, size), _powers(pow(self._factor, -1, 1 << 64), size)
+        self._powers = grown
+        return grown
 
 
 def as_tokens(ids: Sequence[int] | Tokens) -> Tokens:

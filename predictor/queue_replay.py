@@ -14,10 +14,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
-from predictor.engines.vllm import Queue, Sequence, Settings, Step, schedule
+from predictor.engines.vllm import Queue, Sequence, Settings, Step, room_beside, schedule
 from predictor.prefill_cost import StepCost
 
 # A timeline longer than this is cut: the rest goes on at the last step's pace. Bounds the work of one decision.
@@ -26,16 +26,18 @@ MAX_STEPS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The steps to come, in absolute seconds, up to the first from which on nothing changes any more.
+    """The steps to come, up to the first from which on nothing changes any more.
 
     `room_by_end[k]` is the number of tokens that an endless prompt behind the queue has got by the end of step k; after
-    the last step it gets `room_after` tokens a step, each of which takes `step_after_s` beside its own work.
+    the last step it gets `room_after` tokens a step, each of which takes `step_after_s` beside its own work. Steps are
+    in seconds after `begins_s`, so that a timeline moves as a whole with a step that is overdue.
     """
 
-    ready_s: float  # when the step after the listed ones begins
+    begins_s: float  # when the first step begins, in absolute seconds: the one under way has ended by then
     starts_s: ReadOnly[float]
     ends_s: ReadOnly[float]
     room_by_end: ReadOnly[int]
+    ready_s: float  # when the step after the listed ones begins
     room_after: int
     step_after_s: float
 
@@ -43,14 +45,21 @@ class Timeline:
         """When `tokens` of a newcomer would be prefilled, without what computing them costs; absolute seconds."""
         step = bisect_left(self.room_by_end, tokens)
         if step < len(self.ends_s):
-            return self.ends_s[step]
+            return self.begins_s + self.ends_s[step]
         done = self.room_by_end[-1] if self.room_by_end else 0
-        return self.ready_s + ceil((tokens - done) / self.room_after) * self.step_after_s
+        return self.begins_s + self.ready_s + ceil((tokens - done) / self.room_after) * self.step_after_s
 
     def admitted_s(self) -> float:
         """When a newcomer's first tokens would be scheduled; absolute seconds."""
         step = bisect_right(self.room_by_end, 0)
-        return self.starts_s[step] if step < len(self.starts_s) else self.ready_s
+        return self.begins_s + (self.starts_s[step] if step < len(self.starts_s) else self.ready_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    prefilling: int
+    decoding: int
+    prefill_tokens: int
 
 
 class Shadow:
@@ -62,8 +71,9 @@ class Shadow:
         self._queue = Queue()
         self._step: Step | None = None
         self._step_end_s = 0.0
+        self._given_up = False  # the step under way prefills a sequence that has left
         self._timeline: Timeline | None = None
-        self._timeline_at_s = 0.0
+        self._load: _Load | None = None
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -71,16 +81,15 @@ class Shadow:
     @property
     def prefilling(self) -> int:
         """Sequences whose prefill is waiting or under way."""
-        return len(self._queue.waiting) + sum(seq.prefilling for seq in self._queue.running)
+        return self._loaded().prefilling + self._given_up
 
     @property
     def decoding(self) -> int:
-        return sum(not seq.prefilling for seq in self._queue.running)
+        return self._loaded().decoding
 
     def prefill_tokens_ahead(self) -> int:
         """Tokens that a newcomer would find still to be prefilled before it."""
-        queue = self._queue
-        return sum(seq.prefill_left for seq in queue.running) + sum(seq.prefill_left for seq in queue.waiting)
+        return self._loaded().prefill_tokens
 
     def set_cost(self, cost: StepCost) -> None:
         if cost != self._cost:
@@ -96,7 +105,16 @@ class Shadow:
         self._queue.waiting.append(seq)
         if self._step is None:
             self._begin(now_s + self._cost.overhead_s(seq.prompt_tokens))
-        self._timeline = None
+        self._changed()
+
+    def adopt(self, seq: Sequence, now_s: float) -> None:
+        """Takes in one that has had its first token, and got here by another way than ours."""
+        self.advance(now_s)
+        seq.computed, seq.generated = seq.prompt_tokens, 1
+        self._queue.running.append(seq)
+        if self._step is None:
+            self._begin(now_s)
+        self._changed()
 
     def first_token(self, seq_id: str, now_s: float) -> None:
         """Its prefill is done, and the step that finished it has just ended."""
@@ -105,7 +123,7 @@ class Shadow:
         if seq is None or not seq.prefilling:
             return
         step = self._step
-        while seq.prefill_left > 0 and step is not None and not step.empty:
+        while seq.prefill_left > 0 and step is not None and not step.empty and not self._lasts(step):
             complete(step)
             if seq.prefill_left > 0:
                 step = schedule(self._queue, self._settings)
@@ -118,26 +136,30 @@ class Shadow:
         self._begin(now_s)
 
     def finish(self, seq_id: str, now_s: float) -> None:
-        """It left the engine, however it ended; the step under way goes on as it is."""
+        """It left the engine, however it ended.
+
+        A prefill that is given up goes on to the end of its step; all other ends are ends of steps.
+        """
         self.advance(now_s)
         seq = self._find(seq_id)
         if seq is None:
             return
-        queue = self._queue
+        queue, step = self._queue, self._step
         queue.running = [other for other in queue.running if other is not seq]
         queue.waiting = deque(other for other in queue.waiting if other is not seq)
-        self._timeline = None
-        if not len(queue):
+        self._changed()
+        if step is not None and seq.watched and any(seq is other for other, _ in step.chunks):
+            self._given_up = True
+        if not len(queue) and not self._given_up:
             self._step = None
-        else:
-            self.advance(now_s)
+        self.advance(now_s)
 
     def advance(self, now_s: float) -> None:
         """Lets steps pass until `now_s`, but none that should have shown a first token which was not seen."""
         while self._step is not None and self._step_end_s <= now_s:
             if self._awaits_first_token(self._step):
                 return
-            if not self._step.chunks and not self._queue.waiting:
+            if self._lasts(self._step):
                 self._skip_decode_steps(self._step, now_s)
                 continue
             complete(self._step)
@@ -146,18 +168,28 @@ class Shadow:
     def timeline(self, now_s: float) -> Timeline:
         """The steps to come as of now; computed again only when something has changed since."""
         self.advance(now_s)
-        known = self._timeline
         # An idle worker begins now, and while a step is overdue, every later one moves with the clock.
-        moving = self._step is None or self._step_end_s < now_s
-        if known is None or (moving and self._timeline_at_s < now_s):
-            known = run_forward(self._queue, self._step, self._step_end_s, self._settings, self._cost, now_s)
-            self._timeline = known
-            self._timeline_at_s = now_s
-        return known
+        begins_s = now_s if self._step is None else max(now_s, self._step_end_s)
+        if self._timeline is None:
+            self._timeline = run_forward(self._queue, self._step, self._settings, self._cost, begins_s)
+        elif self._timeline.begins_s != begins_s:
+            self._timeline = replace(self._timeline, begins_s=begins_s)
+        return self._timeline
+
+    def _loaded(self) -> _Load:
+        if self._load is None:
+            queue = self._queue
+            lefts = [seq.prefill_left for seq in (*queue.running, *queue.waiting) if seq.prefilling]
+            self._load = _Load(len(lefts), len(queue) - len(lefts), sum(lefts))
+        return self._load
+
+    def _changed(self) -> None:
+        self._timeline = self._load = None
 
     def _begin(self, start_s: float) -> None:
         step = schedule(self._queue, self._settings)
-        self._timeline = None
+        self._changed()
+        self._given_up = False
         if step.empty:
             self._step = None
         else:
@@ -170,6 +202,12 @@ class Shadow:
             seq.watched and tokens == seq.prefill_left and any(seq is other for other in present)
             for seq, tokens in step.chunks
         )
+
+    def _lasts(self, step: Step) -> bool:
+        """Whether this step is decodes only and will be the same again until somebody comes or goes."""
+        queue, settings = self._queue, self._settings
+        full = len(queue.running) >= settings.max_num_seqs or len(step.decodes) >= settings.max_num_batched_tokens
+        return not step.chunks and (not queue.waiting or full)
 
     def _skip_decode_steps(self, step: Step, now_s: float) -> None:
         """Decode-only steps are all alike: any number of them passes at once."""
@@ -199,26 +237,19 @@ def complete(step: Step) -> None:
         seq.generated += 1
 
 
-def run_forward(
-    queue: Queue, step: Step | None, step_end_s: float, settings: Settings, cost: StepCost, now_s: float
-) -> Timeline:
+def run_forward(queue: Queue, step: Step | None, settings: Settings, cost: StepCost, begins_s: float) -> Timeline:
     """Runs a copy of the queue forward with an endless prompt behind it, until only decodes are left.
 
-    A step that should have ended already is taken to end now. Sequences leave when their expected output is generated;
-    one that has outlived it is expected to go on as long again.
+    It begins when `step`, which is under way, has ended. Sequences leave when their expected output is generated; one
+    that has outlived it is expected to go on as long again.
     """
     future = queue.copy()
-    starts, ends, rooms = [], [], []
-    room = 0
-    clock_s = now_s
+    ends_at = {seq.id: _output_end(seq) for seq in (*future.running, *future.waiting)}
     if step is not None:
         _replay_into(future, queue, step)
-        clock_s = max(step_end_s, now_s)
-        starts.append(now_s)
-        ends.append(clock_s)
-        rooms.append(0)
-    ends_at = {seq.id: _output_end(seq) for seq in future.running}
-    ends_at.update({seq.id: _output_end(seq) for seq in future.waiting})
+    starts, ends, rooms = [], [], []
+    room = 0
+    clock_s = 0.0
     for _ in range(MAX_STEPS):
         _retire(future, ends_at)
         prefilling = any(seq.prefilling for seq in future.running)
@@ -237,10 +268,8 @@ def run_forward(
     else:
         clock_s += _rest_s(future, settings, cost)
     decodes = len(future.running)
-    cap = settings.long_prefill_token_threshold if decodes and settings.long_prefill_token_threshold > 0 else None
-    room_after = max(1, settings.max_num_batched_tokens - decodes)
-    room_after = room_after if cap is None else min(cap, room_after)
-    return Timeline(clock_s, starts, ends, rooms, room_after, cost.decode_step_s(decodes))
+    room_after, step_after_s = room_beside(decodes, settings), cost.decode_step_s(decodes)
+    return Timeline(begins_s, starts, ends, rooms, clock_s, room_after, step_after_s)
 
 
 def _replay_into(future: Queue, queue: Queue, step: Step) -> None:

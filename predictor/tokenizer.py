@@ -35,7 +35,10 @@ class Tokenizer:
         self.encode("The quick brown fox: 12 + 3 = 15;\n\n\tdef f(x):\n    return x\n", add_special_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool) -> Tokens:
-        """Token ids; `add_special_tokens` adds what the tokenizer itself puts around a text (often a BOS)."""
+        """Token ids; `add_special_tokens` adds what the tokenizer itself puts around a text (often a BOS).
+
+        Raises ValueError for a text that is not Unicode (half a surrogate pair).
+        """
         return self._encoder.encode(text, add_special_tokens)
 
 
@@ -54,6 +57,7 @@ class _HuggingFace:
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
 
     def encode(self, text: str, add_special_tokens: bool) -> Tokens:
+        text.encode()  # raises what fastokens raises, where this library has a TypeError
         # `encode` would hold the GIL for the whole text; `encode_batch` does not.
         encodings: Sequence[tokenizers.Encoding] = self._tokenizer.encode_batch(
             [text], add_special_tokens=add_special_tokens

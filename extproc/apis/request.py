@@ -22,6 +22,7 @@ class ChatPrompt:
     template_variables: Mapping[str, Any] | None
     add_generation_prompt: bool
     add_special_tokens: bool
+    system: str | None = None  # to stand before the messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,12 @@ class CompletionPrompt:
     add_special_tokens: bool
 
 
-PromptSource = ChatPrompt | CompletionPrompt
+@dataclass(frozen=True, slots=True)
+class OpaquePrompt:
+    """A prompt that is not read: only its size counts."""
+
+
+PromptSource = ChatPrompt | CompletionPrompt | OpaquePrompt
 
 
 @dataclass(frozen=True, slots=True)

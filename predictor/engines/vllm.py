@@ -82,6 +82,13 @@ def reusable_tokens(run_blocks: int, block_size: int, prompt_tokens: int) -> int
     return max(0, reusable // block_size * block_size)
 
 
+def room_beside(decodes: int, settings: Settings) -> int:
+    """Tokens that the only prefill gets in a step, beside so many decodes."""
+    left = max(1, settings.max_num_batched_tokens - decodes)
+    cap = settings.long_prefill_token_threshold
+    return min(cap, left) if decodes and cap > 0 else left
+
+
 def schedule(queue: Queue, settings: Settings, newcomers: int = 0) -> Step:
     """Composes the next step and moves the admitted from waiting to running; computes nothing yet.
 

@@ -1,0 +1,1 @@
+"""What Headway costs, measured side by side in one run: `make bench`."""

@@ -1,0 +1,257 @@
+"""The local stack under test, and what tests ask of it."""
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+
+from extproc.stack import EngineSpec, Stack
+
+CHAT = "/v1/chat/completions"
+_METRIC = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+def quick(name: str, **changes: Any) -> EngineSpec:
+    """An engine that costs next to nothing."""
+    costs: dict[str, Any] = {
+        "prefill_us_per_token": 1.0,
+        "prefill_ns_per_token2": 0.0,
+        "step_ms": 1.0,
+        "decode_ms": 0.01,
+        "max_num_batched_tokens": 8192,
+    }
+    return EngineSpec(name, **{**costs, **changes})
+
+
+def chat(text: str = "hello there", **fields: Any) -> dict[str, Any]:
+    """A streamed chat request that asks for its usage."""
+    body: dict[str, Any] = {
+        "model": "sim",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": text}],
+    }
+    return {**body, **fields}
+
+
+def words(count: int, salt: object = "") -> str:
+    """A text of at least `count` tokens, unlike any with another salt from its first block on."""
+    return f"{salt} " * 4 + "word " * count
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer, as it came."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def complete(self) -> bool:
+        return self.body.endswith(b"data: [DONE]\n\n")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line[6:]) for line in self.body.split(b"\n\n") if line.startswith(b"data: {")]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Of a stream that asked for it."""
+        told: dict[str, Any] = self.events[-1]["usage"]
+        return told
+
+    @property
+    def engine(self) -> str:
+        """Who served it, in the engine's own words."""
+        return self.headers["x-engine-name"]
+
+    @property
+    def worker(self) -> str | None:
+        """Whom the filter chose; None if it did not."""
+        return self.headers.get("x-headway-worker")
+
+    @property
+    def json(self) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(self.body)
+        return told
+
+
+@dataclass(slots=True)
+class Bench:
+    """A running stack and a client for it. `async with`: at the end it checks that nothing was left behind."""
+
+    stack: Stack
+    http: aiohttp.ClientSession
+
+    async def post(self, body: Any, path: str = CHAT, **headers: str) -> Answer:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.http.post(self.stack.url + path, json=body, headers=named) as response:
+            return await read(response)
+
+    async def get(self, path: str) -> Answer:
+        async with self.http.get(self.stack.url + path) as response:
+            return await read(response)
+
+    async def post_to_engine(self, engine: str, body: Any, path: str = CHAT, **headers: str) -> Answer:
+        """Past Envoy."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        url = f"http://127.0.0.1:{self.stack.engine_port(engine)}{path}"
+        async with self.http.post(url, json=body, headers=named) as response:
+            return await read(response)
+
+    async def engine_state(self, engine: str) -> dict[str, Any]:
+        async with self.http.get(f"http://127.0.0.1:{self.stack.engine_port(engine)}/sim/state") as response:
+            told: dict[str, Any] = await response.json()
+            return told
+
+    async def worker(self, name: str) -> dict[str, Any]:
+        """What the fleet shows of one worker."""
+        fleet = await self.stack.fleet()
+        told: dict[str, Any] = fleet["pools"]["sim"]["workers"][name]
+        return told
+
+    async def in_flight(self) -> int:
+        told: int = (await self.stack.fleet())["in_flight"]
+        return told
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum over all series of the filter's metric that have these labels."""
+        async with self.http.get(f"{self.stack.admin_url}/metrics") as response:
+            text = await response.text()
+        total = 0.0
+        for line in text.splitlines():
+            match = _METRIC.match(line)
+            if match and match[1] == name and labels.items() <= dict(_LABEL.findall(match[2] or "")).items():
+                total += float(match[3])
+        return total
+
+    async def envoy_stat(self, name: str) -> int:
+        async with self.http.get(f"{self.stack.envoy_admin_url}/stats", params={"filter": f"^{name}$"}) as response:
+            return int((await response.text()).rpartition(": ")[2] or 0)
+
+    async def settled(self, timeout_s: float = 10) -> None:
+        """Nothing in flight, for the filter and for every engine."""
+
+        async def quiet() -> bool:
+            states = [await self.engine_state(name) for name, child in self.stack.engines.items() if child.running]
+            busy = any(state["running"] or state["waiting"] for state in states)
+            return not busy and await self.in_flight() == 0 and await self.metric("headway_streams_open") == 0
+
+        await until(quiet, timeout_s, "a settled stack")
+
+    async def learn(self, rounds: int = 3, tokens: Sequence[int] = (40, 300, 900)) -> None:
+        """Cold prompts until every worker has learned. Several at a time: a worker that is busy learns elsewhere."""
+        count = len(self.stack.specs)
+        for number in range(20 * rounds):
+            length = tokens[number % len(tokens)]
+            salts = [f"learn {time.monotonic_ns()} {index}" for index in range(count)]
+            await asyncio.gather(*(self.post(chat(words(length, salt), max_tokens=10)) for salt in salts))
+            await self.settled()
+            workers = (await self.stack.fleet())["pools"]["sim"]["workers"].values()
+            if number >= rounds - 1 and all(worker["cost"]["basis"] == "curve" for worker in workers):
+                return
+        raise AssertionError(f"not learned: {await self.stack.fleet()}")
+
+    async def revive_filter(self) -> None:
+        """Has a filter running that Envoy knows to be healthy."""
+        if self.stack.filter is None or not self.stack.filter.running:
+            await self.stack.start_filter()
+        await self.stack.filter_seen_healthy()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.stack.start()
+        except BaseException:
+            await self.stack.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            assert self.stack.filter is not None
+            if self.stack.filter.running:
+                await self.settled()
+                assert await self.metric("headway_bugs_total") == 0, self.stack.filter.log.read_text()
+        finally:
+            await self.stack.stop()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    engines: Sequence[EngineSpec],
+    overrides: dict[str, Any] | None = None,
+    pool: dict[str, Any] | None = None,
+    change_envoy: Callable[[dict[str, Any]], None] | None = None,
+) -> AsyncIterator[Bench]:
+    """A stack for as long as the block runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        stack = Stack(Path(folder), engines, overrides, pool, change_envoy)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as http,
+            Bench(stack, http) as bench,
+        ):
+            yield bench
+
+
+async def read(response: aiohttp.ClientResponse) -> Answer:
+    body = await response.read()
+    return Answer(response.status, {name.lower(): value for name, value in response.headers.items()}, body)
+
+
+async def until(reached: Callable[[], Awaitable[object]], timeout_s: float, what: str) -> None:
+    """Asks again and again; AssertionError if it takes longer than `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not await reached():
+        assert time.monotonic() < deadline_s, f"no {what} in {timeout_s:g} s"
+        await asyncio.sleep(0.05)
+
+
+class RawClient:
+    """One connection, byte by byte, that can be cut."""
+
+    def __init__(self, port: int, receive_buffer: int | None = None) -> None:
+        self._socket = socket.socket()
+        if receive_buffer is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self._socket.connect(("127.0.0.1", port))
+        self._socket.setblocking(False)
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, data)
+
+    async def send_request(self, body: bytes, path: str = CHAT, part: float = 1.0, **headers: str) -> None:
+        """A POST, or the first `part` of its body."""
+        named = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+        head = f"POST {path} HTTP/1.1\r\nhost: e2e\r\ncontent-length: {len(body)}\r\n{named}\r\n"
+        await self.send(head.encode() + body[: round(len(body) * part)])
+
+    async def receive(self, most: int = 65536) -> bytes:
+        return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self._socket, most), 30)
+
+    async def receive_until(self, wanted: bytes) -> bytes:
+        got = b""
+        while wanted not in got:
+            piece = await self.receive()
+            assert piece, f"closed by the other side after {got[-200:]!r}"
+            got += piece
+        return got
+
+    def close(self, abruptly: bool = False) -> None:
+        """`abruptly`: with a reset, as when a machine or a middlebox drops the connection."""
+        if abruptly:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()

@@ -1,0 +1,160 @@
+"""The `headway` command, in process where it ends by itself, as a process where it serves."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from extproc.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
+
+MODEL = Path(__file__).parents[2] / "enginesim" / "model"
+QUICK = "shutdown: {notice_s: 0.05, grace_s: 0.2}\n"
+POOL = """\
+pools:
+  - name: m
+    workers:
+      - {name: w, endpoint: "127.0.0.1:1", kv_events: "tcp://127.0.0.1:1", kv_replay: "tcp://127.0.0.1:2"}
+"""
+
+
+def listen(grpc: int = 0, admin: int = 0) -> str:
+    return f'listen: {{grpc: "127.0.0.1:{grpc}", admin: "127.0.0.1:{admin}"}}\n'
+
+
+class Served:
+    """`headway serve` as a process; `stderr` is a pipe that is read only when asked for."""
+
+    def __init__(self, folder: Path, config: str) -> None:
+        path = folder / "headway.yaml"
+        path.write_text(config)
+        command = [sys.executable, "-m", "extproc.cli", "serve", "-c", str(path)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def first_line(self, timeout_s: float = 30.0) -> str:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+        assert ready, "it said nothing"
+        return self.process.stdout.readline()
+
+    def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
+        """Waits for its end; exit status and stderr."""
+        _, stderr = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, stderr
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        yield listening.getsockname()[1]
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "headway.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_good_file_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, f"pools:\n- name: m\n  tokenizer: {os.path.relpath(MODEL, tmp_path)}\n- name: n\n")
+    assert main(["check", "-c", path]) == EXIT_OK
+    assert capsys.readouterr() == (f"{path}: good: 2 pool(s), 0 worker(s)\n", "")
+
+
+def test_faults_are_told_on_stderr_each_on_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "listen: {grpc: x}\nsurprise: 1\n")
+    assert main(["check", "-c", path]) == EXIT_USAGE
+    said = capsys.readouterr()
+    assert said.out == ""
+    first, second = said.err.splitlines()
+    assert first == f"{path}:1: listen.grpc: expected host:port"
+    assert second.startswith(f"{path}:2: surprise: unknown key; known here: ")
+
+
+def test_a_missing_file_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "-c", str(tmp_path / "missing.yaml")]) == EXIT_USAGE
+    assert "missing.yaml: cannot be read" in capsys.readouterr().err
+
+
+def test_broken_model_files_are_faults_of_their_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "pools:\n- {name: m, tokenizer: here}\n- {name: n, tokenizer: there}\n")
+    assert main(["check", "-c", path]) == EXIT_USAGE
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"pool 'm': {tmp_path / 'here' / 'tokenizer.json'}: ")
+    assert second.startswith(f"pool 'n': {tmp_path / 'there' / 'tokenizer.json'}: ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["serve"], ["check"], ["check", "-c"]])
+def test_wrong_usage_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == EXIT_USAGE
+    assert "usage: headway" in capsys.readouterr().err
+
+
+def test_serving_a_bad_file_says_so_and_ends_with_2(tmp_path: Path) -> None:
+    with Served(tmp_path, "pools: 5\n") as served:
+        code, stderr = served.end()
+    assert code == EXIT_USAGE
+    assert stderr == f"{tmp_path / 'headway.yaml'}:1: pools: expected a list\n"
+
+
+@pytest.mark.parametrize("which", ["grpc", "admin"])
+def test_a_port_that_is_taken_is_named_and_ends_with_1(tmp_path: Path, taken: int, which: str) -> None:
+    with Served(tmp_path, listen(**{which: taken}) + QUICK + POOL) as served:
+        code, stderr = served.end()
+    assert code == EXIT_FAILED
+    (said,) = [line for line in stderr.splitlines() if line.startswith("headway: ")]
+    assert str(taken) in said
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_ends_with_0(tmp_path: Path, number: signal.Signals) -> None:
+    with Served(tmp_path, listen() + QUICK + POOL) as served:
+        said = served.first_line()
+        assert said.startswith("headway: ext_proc on 127.0.0.1:0, admin on 127.0.0.1:0")
+        admin_port = json.loads(said[said.index("(") + 1 : said.rindex(")")].replace("'", '"'))["admin_port"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/fleet", timeout=10) as response:
+            assert set(json.load(response)["pools"]["m"]["workers"]) == {"w"}
+        served.process.send_signal(number)
+        code, stderr = served.end()
+    assert code == EXIT_OK, stderr
+    events = [json.loads(line)["event"] for line in stderr.splitlines()]
+    assert events == ["listening", "draining", "stopped"]
+
+
+def test_a_log_that_nobody_reads_holds_up_neither_the_start_nor_the_end(tmp_path: Path) -> None:
+    with Served(tmp_path, listen() + QUICK + POOL) as served:
+        stderr = served.process.stderr
+        assert stderr is not None
+        # Full from the other side: what the process says next waits for a reader that never comes.
+        writing = os.open(f"/proc/{os.getpid()}/fd/{stderr.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"x" * 4096)
+        served.first_line()
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(30) == EXIT_OK
+        os.close(writing)

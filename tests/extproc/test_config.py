@@ -1,0 +1,335 @@
+"""The config file: every fault is named with its place, all of them at once, and nothing else is ever raised."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.config import BadConfig, Config, EngineSettings, load_config, parse_config
+from predictor.engines.vllm import Settings
+
+GOOD = """\
+listen:
+  grpc: 0.0.0.0:9002
+  admin: "[::1]:9464"
+tokenization: {threads: 3, max_pending: 10, deadline_s: 0.25}
+tickets: {max_age_s: 100}
+shutdown: {notice_s: 0, grace_s: 1.5}
+probe: {interval_s: 0}
+pools:
+  - name: llama
+    models: [llama-3, llama]
+    tokenizer: models/llama
+    learning: {min_samples: 4, share: 0.2}
+    retry_after: {cap_s: 30}
+    workers:
+      - name: w0
+        endpoint: 10.0.0.1:8000
+        kv_events: tcp://10.0.0.1:5557
+        kv_replay: tcp://10.0.0.1:5558
+        settings: {block_size: 32, num_gpu_blocks: 1000}
+      - {name: w1, endpoint: engine.example:80}
+  - name: qwen
+"""
+
+
+TOP = "listen, pools, probe, shutdown, tickets, tokenization"
+
+
+def faults(text: str) -> list[str]:
+    with pytest.raises(BadConfig) as caught:
+        parse_config(text, "f.yaml")
+    return caught.value.faults
+
+
+def worker_fault(line: str) -> list[str]:
+    return faults(f"pools:\n- name: p\n  workers:\n  - name: w\n    endpoint: h:1\n    {line}\n")
+
+
+def test_a_good_file_says_what_it_says() -> None:
+    config = parse_config(GOOD, "f.yaml")
+    assert (config.listen.grpc, config.listen.admin) == ("0.0.0.0:9002", "[::1]:9464")
+    assert (config.tokenization.threads, config.tokenization.deadline_s) == (3, 0.25)
+    assert (config.shutdown.notice_s, config.probe.interval_s, config.tickets.max_age_s) == (0, 0, 100)
+    llama, qwen = config.pools
+    assert (llama.model_names, qwen.model_names) == (["llama-3", "llama"], ["qwen"])
+    assert (llama.learning.min_samples, llama.learning.share, llama.retry_after.cap_s) == (4, 0.2, 30)
+    w0, w1 = llama.workers
+    assert (w0.kv_events, w0.kv_replay) == ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
+    assert w0.settings.for_engine() == Settings(block_size=32, num_gpu_blocks=1000)
+    assert (w1.kv_events, w1.settings) == (None, EngineSettings())
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "---\n", "{}", "null", "pools: []"])
+def test_an_empty_file_is_all_defaults(text: str) -> None:
+    assert parse_config(text, "f.yaml") == Config()
+
+
+def test_defaults_of_engines_are_those_of_the_predictor() -> None:
+    assert EngineSettings().for_engine() == Settings()
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "text", "- pools: []", "!!set {a}"])
+def test_a_file_that_is_no_mapping(text: str) -> None:
+    assert faults(text) == ["f.yaml:1: the file: expected keys and values"]
+
+
+def test_all_faults_are_told_at_once_each_with_its_place() -> None:
+    text = """\
+listen:
+  grpc: nowhere
+  admon: x
+tokenization:
+  threads: 0
+tickets: 7
+pools:
+  - name: p
+    learning:
+      share: 2
+    workers:
+      - name: w
+        endpoint: h
+      - endpoint: h:1
+        kv_events: tcp://*:5557
+  - 3
+  - models: [p]
+surprise: 1
+"""
+    assert sorted(faults(text)) == sorted(
+        [
+            "f.yaml:2: listen.grpc: expected host:port",
+            "f.yaml:3: listen.admon: unknown key; known here: admin, grpc",
+            "f.yaml:5: tokenization.threads: expected `int` >= 1",
+            "f.yaml:6: tickets: expected keys and values",
+            "f.yaml:10: pools[0].learning.share: expected `float` <= 1.0",
+            "f.yaml:13: pools[0].workers[0].endpoint: expected host:port",
+            "f.yaml:14: pools[0].workers[1]: the key 'name' is missing",
+            "f.yaml:15: pools[0].workers[1].kv_events: expected a ZMQ address to connect to, such as "
+            "tcp://host:5557 (no *)",
+            "f.yaml:16: pools[1]: expected keys and values",
+            "f.yaml:17: pools[2]: the key 'name' is missing",
+            "f.yaml:17: pools[2].models: model 'p' is already named at pools[0].models",
+            "f.yaml:18: surprise: unknown key; known here: " + TOP,
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("listen: {grcp: h:1}", "f.yaml:1: listen.grcp: unknown key; known here: admin, grpc"),
+        ("a:\n b: 1\n", "f.yaml:1: a: unknown key; known here: " + TOP),
+        (
+            "pools:\n- name: p\n  retry_after:\n    cap: 1\n",
+            "f.yaml:4: pools[0].retry_after.cap: unknown key; known here: cap_s, jitter",
+        ),
+        (
+            "pools:\n- name: p\n  worker: []\n",
+            "f.yaml:3: pools[0].worker: unknown key; known here: learning, models, name, retry_after, tokenizer, "
+            "workers",
+        ),
+    ],
+)
+def test_an_unknown_key_lists_the_known_ones(text: str, fault: str) -> None:
+    assert faults(text) == [fault]
+
+
+def test_an_unknown_key_in_a_workers_settings_lists_the_known_ones() -> None:
+    (fault,) = worker_fault("settings: {block: 16}")
+    assert fault.startswith("f.yaml:6: pools[0].workers[0].settings.block: unknown key; known here: block_size, ")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("pools: 5", "f.yaml:1: pools: expected a list"),
+        ("pools:", "f.yaml:1: pools: expected a list"),
+        ("pools:\n- name: p\n  workers: {}\n", "f.yaml:3: pools[0].workers: expected a list"),
+        ("pools:\n- name: p\n  workers: [x]\n", "f.yaml:3: pools[0].workers[0]: expected keys and values"),
+        ("pools:\n- name: ''\n", "f.yaml:2: pools[0].name: expected `str` of length >= 1"),
+        ("tokenization: {deadline_s: .nan}", "f.yaml:1: tokenization.deadline_s: expected `float` > 0.0"),
+        ("tickets: {max_age_s: .inf}", "f.yaml:1: tickets.max_age_s: expected `float` <= 31622400.0"),
+        ("shutdown: {grace_s: -1}", "f.yaml:1: shutdown.grace_s: expected `float` >= 0.0"),
+        ("probe: {interval_s: 1e300}", "f.yaml:1: probe.interval_s: expected `float`, got `str`"),
+    ],
+)
+def test_values_that_cannot_be(text: str, fault: str) -> None:
+    assert faults(text) == [fault]
+
+
+@pytest.mark.parametrize("address", ["h:1", "10.0.0.1:65535", "engine-0.svc:8000", "[::1]:80", "[fe80::1.2.3.4]:80"])
+def test_addresses(address: str) -> None:
+    assert parse_config(f"listen: {{grpc: '{address}'}}", "f").listen.grpc == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "h",
+        ":1",
+        "h:",
+        "h:x",
+        "h:65536",
+        "h:99999",
+        "h:123456",
+        "::1:80",
+        "[::1]",
+        "[x]:1",
+        "http://h:1",
+        "h:1/x",
+        "h h:1",
+    ],
+)
+def test_what_is_no_address(address: str) -> None:
+    assert faults(f"listen: {{grpc: '{address}'}}") == ["f.yaml:1: listen.grpc: expected host:port"]
+
+
+@pytest.mark.parametrize("address", ["tcp://*:5557", "h:5557", "udp://h:1", "tcp://", "5557"])
+def test_what_is_no_zmq_address(address: str) -> None:
+    assert worker_fault(f"kv_events: '{address}'") == [
+        "f.yaml:6: pools[0].workers[0].kv_events: expected a ZMQ address to connect to, such as tcp://host:5557 (no *)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("pools: [{name: p}, {name: p, models: [q]}]", "pools[1].name: pool 'p' is already named at pools[0].name"),
+        (
+            "pools: [{name: p, models: [m]}, {name: q, models: [x, m]}]",
+            "pools[1].models: model 'm' is already named at pools[0].models",
+        ),
+        (
+            "pools: [{name: p}, {name: q, models: [p]}]",
+            "pools[1].models: model 'p' is already named at pools[0].models",
+        ),
+        (
+            "pools: [{name: p, workers: [{name: w, endpoint: h:1}]}, {name: q, workers: [{name: w, endpoint: h:2}]}]",
+            "pools[1].workers[0].name: worker 'w' is already named at pools[0].workers[0].name",
+        ),
+    ],
+)
+def test_names_that_are_taken(text: str, fault: str) -> None:
+    assert faults(text) == [f"f.yaml:1: {fault}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("listen: {}\npools: []\nlisten: {}\n", "f.yaml:3: listen: given twice; the first is in line 1"),
+        (
+            "pools:\n- name: p\n  tokenizer: a\n  tokenizer: b\n",
+            "f.yaml:4: tokenizer: given twice; the first is in line 3",
+        ),
+    ],
+)
+def test_a_key_that_is_given_twice_is_not_silently_the_last(text: str, fault: str) -> None:
+    assert faults(text) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: [", 1),
+        ("a:\n  b: 1\n c: 2\n", 3),
+        ("\tx: 1", 1),
+        ("a: *nothing", 1),
+        ("a: 1\n---\nb: 2\n", 2),
+        ("a: !!python/object:os.system x", 1),
+        ("? [a]\n: b", 1),
+        ('a: !!int ""', 1),
+        ('a: !!float ""', 1),
+        ("a: !!bool maybe", 1),
+        ("a: !!timestamp never", 1),
+        ("a: 2020-13-45", 1),
+        ("\x00", 1),
+        ("a: &x {<<: *x}", 1),
+        ("[" * 5000, 1),
+    ],
+)
+def test_what_is_not_yaml_is_a_fault_with_a_line(text: str, line: int) -> None:
+    assert faults(text)[0].startswith(f"f.yaml:{line}: ")
+
+
+def test_anchors_and_merges_are_followed() -> None:
+    text = """\
+pools:
+  - name: p
+    workers:
+      - {name: a, endpoint: h:1, settings: &s {block_size: 32}}
+      - {name: b, endpoint: h:2, settings: *s}
+      - {name: c, endpoint: h:3, settings: {<<: *s, max_num_seqs: 8}}
+"""
+    a, b, c = parse_config(text, "f").pools[0].workers
+    assert a.settings == b.settings == EngineSettings(block_size=32)
+    assert c.settings == EngineSettings(block_size=32, max_num_seqs=8)
+
+
+@pytest.mark.parametrize("text", ["&a [*a]", "pools: &a [*a]", "pools: [&a {name: *a}]", "listen: &a {grpc: *a}"])
+def test_a_file_that_contains_itself_is_only_a_fault(text: str) -> None:
+    assert faults(text)
+
+
+def test_the_tokenizers_folder_is_taken_from_the_files_own(tmp_path: Path) -> None:
+    path = tmp_path / "headway.yaml"
+    path.write_text(GOOD)
+    assert load_config(path).pools[0].tokenizer == str(tmp_path / "models" / "llama")
+    assert load_config(path).pools[1].tokenizer is None
+
+
+def test_a_file_that_cannot_be_read_is_a_fault_too(tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "missing.yaml", tmp_path, binary):
+        with pytest.raises(BadConfig, match="cannot be read") as caught:
+            load_config(path)
+        assert caught.value.faults[0].startswith(f"{path}: ")
+
+
+KEYS = st.sampled_from(
+    ["listen", "grpc", "pools", "name", "models", "workers", "endpoint", "settings", "learning", "probe", "<<", "x"]
+)
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.dates() | st.binary(max_size=3)
+)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    LEAVES | st.sampled_from(["h:1", "p", "tcp://h:1"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | LEAVES, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def parsed_or_bad(text: str) -> None:
+    try:
+        config = parse_config(text, "f")
+    except BadConfig as bad:
+        places = [fault.split(": ")[0] for fault in bad.faults]
+    else:
+        assert isinstance(config, Config)
+        return
+    assert places
+    assert all(place.startswith("f:") and place[2:].isdigit() for place in places)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.dictionaries(KEYS, VALUES, max_size=4) | VALUES)
+def test_any_tree_is_a_config_or_a_bad_one(tree: object) -> None:
+    parsed_or_bad(yaml.safe_dump(tree))
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    st.text(max_size=40)
+    | st.lists(st.sampled_from([*"{}[]:,&*!?-|>%@'\"#\n a1", "<<", "!!int ", "pools: "])).map("".join)
+)
+def test_any_text_is_a_config_or_a_bad_one(text: str) -> None:
+    parsed_or_bad(text)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, len(GOOD)), st.integers(0, 30), st.text("{}[]:-\n &*!a1", max_size=4))
+def test_a_damaged_file_is_a_config_or_a_bad_one(at: int, lost: int, noise: str) -> None:
+    parsed_or_bad(GOOD[:at] + noise + GOOD[at + lost :])

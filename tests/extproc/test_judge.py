@@ -1,0 +1,142 @@
+"""From headers and body to a verdict."""
+
+import msgspec
+import pytest
+
+from extproc.apis import openai_chat, openai_completions
+from extproc.exchange import Headers
+from extproc.judge import Exchange
+from extproc.prompt_reader import Estimated
+from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
+from predictor.admission import RetryAfter
+from predictor.fleet import Reason, Refusal, Wish
+from predictor.forecast import Forecast
+from predictor.prefill_cost import Basis
+from predictor.prompt import Prompt
+from tests.fakes.clock import ManualClock
+from tests.fakes.filter import WORKERS, Filter
+
+CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
+
+
+class Bench:
+    """A judge on a clock."""
+
+    def __init__(self, workers: dict[str, str] | None = None) -> None:
+        self.clock = ManualClock()
+        self.filter = Filter(workers, self.clock)
+        self.exchange = Exchange(received_at_s=self.clock())
+
+    async def decide(self, *, header: str | None = None, **fields: object) -> Verdict:
+        headers = Headers([] if header is None else [("x-max-queue-wait-s", header)])
+        body = msgspec.json.encode({"model": "m", "prompt": list(range(40)), **fields})
+        return await self.filter.judge.decide(Decide(openai_completions.API, headers, body), self.exchange)
+
+    def refuse_everything(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        best = Forecast("a", 40, 0, 0.0, 50.0, 1.0, 0.0, 51.0, Basis.CURVE, 9000, exact_tokens=True)
+
+        def place(pool: str, prompt: Prompt, wish: Wish, now_s: float) -> Refusal:
+            assert wish.max_queue_wait_s is not None
+            return Refusal(Reason.QUEUE_WAIT, wish.max_queue_wait_s, RetryAfter(40.0, 40.0), best, (best,))
+
+        monkeypatch.setattr(self.filter.fleet, "place", place)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+async def test_a_request_is_routed_booked_and_told_of(bench: Bench) -> None:
+    verdict = await bench.decide(stream=True, max_tokens=5)
+    assert isinstance(verdict, Route)
+    assert bench.exchange.ticket_id == "boot-1"
+    ticket = bench.filter.fleet.ticket("boot-1")
+    assert ticket is not None
+    assert (ticket.wish.streaming, ticket.wish.max_tokens, ticket.wish.max_queue_wait_s) == (True, 5, None)
+    assert ticket.forecast.prompt_tokens == 40
+    assert len(bench.filter.ledger) == 1
+    (line,) = bench.filter.log.of("decision")
+    assert (line["outcome"], line["worker"], line["prompt_tokens"]) == ("routed", ticket.worker, 40)
+    parts = [line[key] for key in ("already_waited_s", "wait_s", "prefill_s", "overhead_s")]
+    assert sum(part for part in parts if isinstance(part, float)) == pytest.approx(line["predicted_ttft_s"], abs=1e-3)
+    candidates = line["candidates"]
+    assert isinstance(candidates, dict)
+    assert set(candidates) == set(WORKERS)
+    assert bench.filter.counted("decisions", pool="m", outcome="routed") == 1
+
+
+async def test_each_request_has_an_id_of_its_own(bench: Bench) -> None:
+    ids = set()
+    for _ in range(5):
+        bench.exchange = Exchange(received_at_s=bench.clock())
+        await bench.decide()
+        ids.add(bench.exchange.ticket_id)
+    assert len(ids) == 5
+    assert None not in ids
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"), [(b"{", Passed.UNREADABLE), (b'{"model":"x","prompt":"y"}', Passed.UNKNOWN_MODEL)]
+)
+async def test_what_is_not_ours_to_judge_is_passed(bench: Bench, body: bytes, reason: Passed) -> None:
+    verdict = await bench.filter.judge.decide(Decide(openai_completions.API, Headers(), body), bench.exchange)
+    assert verdict == Pass(reason)
+    assert bench.exchange.ticket_id is None
+
+
+@pytest.mark.parametrize(("header", "field", "bound_s"), [("10", None, 10.0), (None, 20, 20.0), ("10", 20, 10.0)])
+async def test_the_bound_comes_from_header_or_field(
+    bench: Bench, header: str | None, field: object, bound_s: float
+) -> None:
+    await bench.decide(header=header, max_queue_wait_s=field)
+    ticket = bench.filter.fleet.ticket("boot-1")
+    assert ticket is not None
+    assert ticket.wish.max_queue_wait_s == bound_s
+
+
+async def test_a_bad_bound_is_refused_before_anything_is_tokenized_or_booked(bench: Bench) -> None:
+    verdict = await bench.decide(max_queue_wait_s="soon")
+    assert isinstance(verdict, Reject)
+    assert verdict.reply.status == 400
+    assert bench.filter.fleet.in_flight == 0
+    assert bench.filter.counted("decisions", pool="m", outcome="bad_request") == 1
+
+
+async def test_a_bad_bound_for_a_model_that_is_not_ours_is_not_ours_to_refuse(bench: Bench) -> None:
+    assert await bench.decide(model="x", max_queue_wait_s="soon") == Pass(Passed.UNKNOWN_MODEL)
+
+
+async def test_a_refusal_books_nothing_and_is_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.refuse_everything(monkeypatch)
+    verdict = await bench.decide(max_queue_wait_s=10)
+    assert isinstance(verdict, Reject)
+    assert verdict.reply.status == 429
+    assert (bench.exchange.ticket_id, len(bench.filter.ledger)) == (None, 0)
+    (line,) = bench.filter.log.of("decision")
+    assert (line["outcome"], line["reason"], line["best_wait_s"]) == ("refused", "queue_wait", 50.0)
+    assert bench.filter.counted("decisions", pool="m", outcome="refused") == 1
+
+
+async def test_a_pool_without_workers_is_unavailable() -> None:
+    bench = Bench({})
+    verdict = await bench.decide()
+    assert isinstance(verdict, Reject)
+    assert verdict.reply.status == 503
+    assert bench.filter.counted("decisions", pool="m", outcome="no_worker") == 1
+
+
+async def test_an_estimate_is_counted_with_its_reason_and_still_routed(bench: Bench) -> None:
+    verdict = await bench.filter.judge.decide(Decide(openai_chat.API, Headers(), CHAT), bench.exchange)
+    assert isinstance(verdict, Route)
+    assert bench.filter.counted("prompts_estimated", reason=Estimated.NO_TEMPLATE.value) == 1
+    (line,) = bench.filter.log.of("decision")
+    assert line["estimated"] == "no_template"
+
+
+async def test_time_inside_the_filter_counts_as_waited(bench: Bench) -> None:
+    bench.clock.advance(2.5)
+    await bench.decide()
+    ticket = bench.filter.fleet.ticket("boot-1")
+    assert ticket is not None
+    assert ticket.forecast.already_waited_s == 2.5

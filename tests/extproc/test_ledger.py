@@ -1,0 +1,242 @@
+"""Tickets between their stream and the access log: whatever the order, each is released once and none stays."""
+
+import itertools
+import math
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc import wire
+from extproc.answer import AnswerKind
+from extproc.exchange import RequestEnd
+from extproc.ledger import USAGE_NAMESPACE
+from predictor.fleet import Grant, Ticket, Wish
+from predictor.prompt import Prompt
+from tests.fakes.clock import ManualClock
+from tests.fakes.envoy import log_entry
+from tests.fakes.filter import WORKERS, Filter
+
+USAGE: Mapping[str, object] = {"prompt": 100.0, "cached": 0.0, "output": 20.0}
+
+
+class Desk:
+    """A ledger on a clock, with one ticket booked in it."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.filter = Filter(clock=self.clock)
+        self.ledger = self.filter.ledger
+        self.ticket = self.book("t-1")
+
+    def book(self, ticket_id: str) -> Ticket:
+        decision = self.filter.fleet.place("m", Prompt(100, exact=True), Wish(ticket_id, self.clock()), self.clock())
+        assert isinstance(decision, Grant)
+        self.ledger.booked(decision.ticket, self.filter.text, body_bytes=600)
+        return decision.ticket
+
+    def answered(self, kind: AnswerKind = AnswerKind.STREAMED, served: str | None = None) -> None:
+        self.clock.advance(0.5)
+        self.ledger.answered("t-1", kind, served)
+
+    def closed(self, answered: bool = True) -> None:
+        self.ledger.stream_closed("t-1", answered)
+
+    def ended(self, usage: Mapping[str, object] = USAGE, status: int = 200) -> None:
+        self.clock.advance(0.5)
+        self.ledger.request_ended(end({"headway": {"ticket": "t-1"}, USAGE_NAMESPACE: usage}, status))
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.filter.counted(name, **labels)
+
+    def assert_empty(self) -> None:
+        assert len(self.ledger) == 0
+        assert self.filter.fleet.in_flight == 0
+
+
+def end(metadata: Mapping[str, Mapping[str, object]], status: int = 200, final: bool = True) -> RequestEnd:
+    plain = {name: dict(values) for name, values in metadata.items()}
+    (entry,) = wire.read_access_log(log_entry(plain, status, final), list(plain))
+    return entry
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_a_first_token_is_graded_and_the_end_releases(desk: Desk) -> None:
+    desk.answered()
+    (graded,) = desk.filter.log.of("graded")
+    assert graded["actual_ttft_s"] == 0.5
+    desk.closed()
+    assert len(desk.ledger) == 1
+    desk.ended()
+    desk.assert_empty()
+    (ended,) = desk.filter.log.of("ended")
+    assert (ended["status"], ended["source"], ended["output_tokens"]) == (200, "access_log", 20)
+    assert desk.counted("requests_ended", source="access_log") == 1
+    assert desk.counted("access_log_entries", kind="tracked") == 1
+
+
+def test_an_end_that_comes_before_the_first_token_waits_for_the_stream(desk: Desk) -> None:
+    desk.ended()
+    assert len(desk.ledger) == 1
+    desk.answered()
+    assert len(desk.filter.log.of("graded")) == 1
+    desk.closed()
+    desk.assert_empty()
+    assert desk.counted("requests_ended", source="access_log") == 1
+
+
+def test_a_stream_that_envoy_ends_before_the_answer_was_given_up(desk: Desk) -> None:
+    desk.closed(answered=False)
+    desk.assert_empty()
+    assert desk.counted("ungraded", reason="given_up") == 1
+    assert desk.counted("requests_ended", source="stream") == 1
+    desk.ended()
+    assert desk.counted("access_log_entries", kind="late") == 1
+
+
+def test_an_end_reported_twice_counts_once(desk: Desk) -> None:
+    desk.answered()
+    desk.closed()
+    desk.ended()
+    desk.ended()
+    assert desk.counted("requests_ended", source="access_log") == 1
+    assert desk.counted("access_log_entries", kind="late") == 1
+
+
+def test_entries_of_other_requests_are_left(desk: Desk) -> None:
+    odd: list[Mapping[str, Mapping[str, object]]] = [
+        {},
+        {"headway": {}},
+        {"headway": {"ticket": 7.0}},
+        {"headway": {"ticket": None}},
+        {"headway": {"ticket": ["t-1"]}},
+        {"other": {"ticket": "t-1"}},
+    ]
+    for metadata in odd:
+        desk.ledger.request_ended(end(metadata))
+    desk.ledger.request_ended(end({"headway": {"ticket": "somebody-elses"}}))
+    assert desk.counted("access_log_entries", kind="untracked") == len(odd)
+    assert desk.counted("access_log_entries", kind="late") == 1
+    assert len(desk.ledger) == 1
+
+
+def test_intermediate_entries_end_nothing(desk: Desk) -> None:
+    desk.closed()
+    desk.ledger.request_ended(end({"headway": {"ticket": "t-1"}}, final=False))
+    assert desk.counted("access_log_entries", kind="intermediate") == 1
+    assert len(desk.ledger) == 1
+
+
+@pytest.mark.parametrize("kind", [AnswerKind.PLAIN, AnswerKind.ERROR, AnswerKind.EMPTY])
+def test_an_answer_that_is_no_stream_is_counted_and_not_graded(desk: Desk, kind: AnswerKind) -> None:
+    desk.answered(kind)
+    desk.closed()
+    desk.ended()
+    desk.assert_empty()
+    assert desk.counted("ungraded", reason=kind.value) == 1
+    assert desk.filter.log.of("graded") == []
+
+
+def test_a_request_that_was_served_elsewhere_is_not_graded(desk: Desk) -> None:
+    (other,) = [endpoint for name, endpoint in WORKERS.items() if name != desk.ticket.worker]
+    desk.answered(served=other)
+    assert desk.counted("ungraded", reason="served_elsewhere") == 1
+    desk.closed()
+    desk.ended()
+    desk.assert_empty()
+
+
+def test_what_the_fleet_released_by_itself_is_dropped(desk: Desk) -> None:
+    desk.closed()
+    desk.clock.advance(1e6)
+    desk.ledger.given_up(desk.filter.fleet.expire(3600, desk.clock()), "age")
+    desk.assert_empty()
+    assert desk.counted("requests_ended", source="age") == 1
+    desk.ended()
+    assert desk.counted("requests_ended", source="access_log") == 0
+
+
+def test_a_worker_that_leaves_takes_its_tickets_along(desk: Desk) -> None:
+    desk.ledger.given_up(desk.filter.fleet.leave(desk.ticket.worker), "left")
+    desk.answered()
+    desk.closed()
+    desk.ended()
+    desk.assert_empty()
+
+
+ODD: list[object] = [None, True, "12", -1.0, math.nan, math.inf, -math.inf, 1e300, [], {}, 0.0, 0.5, 1e11]
+
+
+@pytest.mark.parametrize("key", ["prompt", "cached", "output"])
+def test_odd_usage_is_unknown_usage(key: str) -> None:
+    for value in ODD:
+        desk = Desk()
+        desk.answered()
+        desk.closed()
+        # Not by way of protobuf, which cannot carry all of these.
+        desk.ledger.request_ended(
+            RequestEnd(
+                {"headway": {"ticket": "t-1"}, USAGE_NAMESPACE: {**USAGE, key: value}},
+                200, "", frozenset(), None, None, None, None, None, None, None, None, None, None, 1, True, None, None,
+            )
+        )  # fmt: skip
+        desk.assert_empty()
+        (ended,) = desk.filter.log.of("ended")
+        if key != "prompt":
+            reported = ended[f"{key}_tokens"]
+            sound = isinstance(value, float) and 0 <= value < 1e12
+            assert reported == (round(value) if isinstance(value, float) and sound else None)
+
+
+def test_reported_prompt_lengths_teach_the_estimate(desk: Desk) -> None:
+    before = desk.filter.text.bytes_per_token
+    desk.answered()
+    desk.closed()
+    desk.ended()
+    assert desk.filter.text.bytes_per_token > before  # 6 bytes a token were seen
+
+
+STEPS = ("answered", "closed", "ended", "ended", "foreign", "intermediate")
+
+
+@given(st.permutations(STEPS), st.sampled_from(AnswerKind), st.booleans(), st.sampled_from([200, 499, 503]))
+def test_no_order_leaves_anything_behind(
+    order: list[str], kind: AnswerKind, stream_saw_the_answer: bool, status: int
+) -> None:
+    desk = Desk()
+    for step in order:
+        match step:
+            case "answered" if stream_saw_the_answer:
+                desk.answered(kind)
+            case "closed":
+                desk.closed(answered=stream_saw_the_answer)
+            case "ended":
+                desk.ended(status=status)
+            case "foreign":
+                desk.ledger.request_ended(end({"headway": {"ticket": "x"}}))
+            case "intermediate":
+                desk.ledger.request_ended(end({"headway": {"ticket": "t-1"}}, final=False))
+    desk.assert_empty()
+    assert len(desk.filter.log.of("ended")) == 1
+
+
+def test_many_tickets_do_not_disturb_each_other() -> None:
+    orders = list(itertools.permutations(["answered", "closed", "ended"]))
+    desk = Desk()
+    desk.closed(answered=False)
+    ids = [desk.book(f"x-{number}").id for number in range(len(orders))]
+    for turn in range(3):
+        for ticket_id, order in zip(ids, orders, strict=True):
+            match order[turn]:
+                case "answered":
+                    desk.ledger.answered(ticket_id, AnswerKind.STREAMED, None)
+                case "closed":
+                    desk.ledger.stream_closed(ticket_id, answered=True)
+                case "ended":
+                    desk.ledger.request_ended(end({"headway": {"ticket": ticket_id}, USAGE_NAMESPACE: USAGE}))
+    desk.assert_empty()

@@ -1,0 +1,88 @@
+"""The metrics page: it parses, has what it should, and names nothing that a caller chose."""
+
+from collections.abc import Iterable
+
+import pytest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from extproc.metrics import Metrics
+from predictor.fleet import Grant, Usage, Wish
+from predictor.grading import CacheVerdict, Grade
+from predictor.kv_events import Batch, Stored, Tier
+from predictor.prompt import Prompt, as_tokens
+from tests.fakes.clock import ManualClock
+from tests.fakes.filter import Filter
+
+
+def page(registry: CollectorRegistry) -> dict[str, Metric]:
+    families: Iterable[Metric] = text_string_to_metric_families(generate_latest(registry).decode())
+    return {family.name: family for family in families}
+
+
+def values(family: Metric) -> dict[tuple[str, ...], float]:
+    return {tuple(sample.labels.values()): sample.value for sample in family.samples}
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics(CollectorRegistry())
+
+
+def test_every_metric_is_ours_and_says_what_it_is(metrics: Metrics) -> None:
+    families = page(metrics.registry)
+    assert len(families) >= 20
+    for name, family in families.items():
+        assert name.startswith("headway_")
+        assert family.documentation
+    assert "headway_decisions" in families
+    assert "headway_log_lines_dropped" in families
+
+
+@pytest.mark.parametrize(
+    ("error_s", "within"), [(0.0, "1s"), (1.0, "1s"), (-1.0, "1s"), (1.01, "10s"), (-10.0, "10s"), (10.5, "beyond")]
+)
+def test_a_grade_is_counted_by_how_far_off_it_was(metrics: Metrics, error_s: float, within: str) -> None:
+    metrics.grade("m", "a", "curve", Grade(predicted_s=20.0, actual_s=20.0 + error_s, kept_bound=None))
+    graded = page(metrics.registry)["headway_predictions_graded"]
+    assert [sample.labels["within"] for sample in graded.samples if sample.name.endswith("_total")] == [within]
+    assert values(page(metrics.registry)["headway_bounds"]) == {}
+
+
+def test_kept_and_missed_bounds_are_told_apart(metrics: Metrics) -> None:
+    for kept in (True, True, False):
+        metrics.grade("m", "a", "curve", Grade(1.0, 1.0, kept))
+    assert metrics.registry.get_sample_value("headway_bounds_total", {"pool": "m", "kept": "yes"}) == 2
+    assert metrics.registry.get_sample_value("headway_bounds_total", {"pool": "m", "kept": "no"}) == 1
+
+
+def test_cache_verdicts_are_counted(metrics: Metrics) -> None:
+    metrics.cache_verdict("m", "a", CacheVerdict.OVER)
+    labels = {"pool": "m", "worker": "a", "verdict": "over"}
+    assert metrics.registry.get_sample_value("headway_cache_estimates_total", labels) == 1
+
+
+async def test_gauges_show_the_fleet_as_it_is() -> None:
+    clock = ManualClock()
+    filter_ = Filter({"a": "10.0.0.1:8000"}, clock)
+
+    def gauge(name: str) -> float:
+        return values(page(filter_.registry)[f"headway_worker_{name}"])["m", "a"]
+
+    assert (gauge("in_flight"), gauge("up"), gauge("feed_trusted"), gauge("cached_blocks")) == (0, 1, 1, 0)
+    grant = filter_.fleet.place("m", Prompt(500, exact=True), Wish("t", clock()), clock())
+    assert isinstance(grant, Grant)
+    filter_.fleet.set_up("a", up=False)
+    filter_.fleet.set_trusted("a", trusted=False)
+    stored = Stored((1, 2), None, as_tokens(range(32)), 16, Tier.DEVICE, None, None)
+    orphan = Stored((9,), 777, as_tokens(range(16)), 16, Tier.DEVICE, None, None)
+    filter_.fleet.apply("a", Batch(None, (stored, orphan), None))
+    assert (gauge("in_flight"), gauge("up"), gauge("feed_trusted"), gauge("cached_blocks")) == (1, 0, 0, 2)
+    assert gauge("prefill_tokens_ahead") == 500
+    assert gauge("wait_seconds") > 0
+    families = page(filter_.registry)
+    assert values(families["headway_tickets_in_flight"]) == {(): 1}
+    assert values(families["headway_streams_open"]) == {(): 0}
+    assert sum(values(families["headway_index_skipped"]).values()) == 1
+    filter_.fleet.finish("t", Usage(), clock())
+    assert gauge("in_flight") == 0

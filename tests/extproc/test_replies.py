@@ -1,0 +1,185 @@
+"""What we answer: to Envoy, and through it to clients, of which one is the real OpenAI SDK."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+
+import msgspec
+import numpy as np
+import openai
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc import replies
+from extproc.apis import openai_chat
+from extproc.exchange import Phase, Refuse
+from extproc.wishes import BadWish
+from predictor.admission import RetryAfter
+from predictor.fleet import Fleet, Grant, NoWorker, PoolPolicy, Reason, Refusal, Wish, WorkerSpec
+from predictor.forecast import Forecast
+from predictor.prefill_cost import Basis
+from predictor.prompt import BlockHasher, Prompt
+
+WAIT = Forecast("a", 100, 64, 0.5, 41.25, 1.0, 0.25, 43.0, Basis.CURVE, 9000, exact_tokens=True)
+
+
+def refusal(retry: RetryAfter, reason: Reason = Reason.QUEUE_WAIT, bound_s: float = 10.0) -> Refuse:
+    return replies.shed(Refusal(reason, bound_s, retry, WAIT, (WAIT,)), openai_chat.API)
+
+
+def error_of(reply: Refuse) -> dict[str, object]:
+    body = msgspec.json.decode(reply.body, type=dict[str, dict[str, object]])
+    assert list(body) == ["error"]
+    return body["error"]
+
+
+def test_a_grant_names_the_endpoints_in_header_and_metadata_alike() -> None:
+    rng = np.random.default_rng(1)
+    fleet = Fleet([PoolPolicy("m")], BlockHasher(rng), rng)
+    for worker in ("a", "b"):
+        fleet.join("m", WorkerSpec(worker, f"{worker}.example:8000"))
+    grant = fleet.place("m", Prompt.estimated(100), Wish("boot-1", 0.0), 0.5)
+    assert isinstance(grant, Grant)
+    reply = replies.route(grant)
+    endpoints = ",".join(grant.endpoints)
+    assert len(grant.endpoints) == 2
+    assert reply.phase is Phase.REQUEST_BODY
+    assert reply.set_headers == (("x-gateway-destination-endpoint", endpoints),)
+    assert reply.dynamic_metadata["envoy.lb"] == {"x-gateway-destination-endpoint": endpoints}
+    assert reply.dynamic_metadata["headway"] == {
+        "ticket": "boot-1",
+        "worker": grant.ticket.worker,
+        "predicted_ttft_ms": str(round(grant.ticket.forecast.ttft_s * 1000)),
+        "cached_tokens": "0",
+        "why": grant.why.value,
+    }
+    assert not reply.clear_route_cache
+
+
+def test_a_refusal_says_when_to_come_back_and_why() -> None:
+    reply = refusal(RetryAfter(told_s=31.2004, uncapped_s=30.123456))
+    assert reply.status == 429
+    assert dict(reply.headers) == {
+        "content-type": "application/json",
+        "retry-after": "32",
+        "retry-after-ms": "31200",
+        "x-headway-retry-after-uncapped-s": "30.123",
+        "x-headway-reason": "queue_wait",
+        "x-llm-d-request-dropped-reason": "rejected-saturated",
+    }
+    assert error_of(reply) == {
+        "message": "No worker can start this request within max_queue_wait_s = 10 s; the shortest predicted wait is "
+        "41.8 s. Retry in 32 s.",
+        "type": "rate_limit_error",
+        "param": "max_queue_wait_s",
+        "code": "queue_wait_exceeded",
+    }
+    assert reply.details == "headway_queue_wait"
+
+
+def test_a_bound_that_was_used_up_says_so() -> None:
+    reply = refusal(RetryAfter(0.0, 0.0), Reason.BOUND_USED_UP)
+    assert dict(reply.headers)["x-headway-reason"] == "bound_used_up"
+    assert "had passed before" in str(error_of(reply)["message"])
+
+
+@given(st.floats(0, 300))
+def test_whole_seconds_are_rounded_up_and_never_below_the_milliseconds(told_s: float) -> None:
+    headers = dict(refusal(RetryAfter(told_s, told_s)).headers)
+    whole_s, ms = int(headers["retry-after"]), int(headers["retry-after-ms"])
+    assert whole_s == max(1, math.ceil(told_s))
+    assert 1 <= ms <= whole_s * 1000
+    assert abs(ms - told_s * 1000) <= 1
+
+
+def test_no_worker_is_no_rate_limit() -> None:
+    reply = replies.unavailable(NoWorker("m"), openai_chat.API)
+    assert reply.status == 503
+    assert dict(reply.headers)["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
+    assert "retry-after" not in dict(reply.headers)
+    assert error_of(reply)["code"] == "no_worker"
+
+
+def test_a_bad_wish_names_the_field() -> None:
+    reply = replies.bad_wish(BadWish("max_queue_wait_s", "soon"), openai_chat.API)
+    assert reply.status == 400
+    assert error_of(reply) == {
+        "message": "max_queue_wait_s must be a number of seconds from 5 to 300; got 'soon'.",
+        "type": "invalid_request_error",
+        "param": "max_queue_wait_s",
+        "code": "invalid_value",
+    }
+
+
+class Gateway:
+    """Answers the first requests with refusals, as Envoy would, and then with a chat completion."""
+
+    def __init__(self, *refusals: Refuse) -> None:
+        self.refusals = list(refusals)
+        self.asked_at_s: list[float] = []
+        self.url = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        del request
+        self.asked_at_s.append(asyncio.get_running_loop().time())
+        if self.refusals:
+            reply = self.refusals.pop(0)
+            return web.Response(status=reply.status, headers=dict(reply.headers), body=reply.body)
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "hello"}}
+        return web.json_response(
+            {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        )
+
+    async def ask(self, max_retries: int) -> str | None:
+        async with openai.AsyncOpenAI(base_url=self.url, api_key="k", max_retries=max_retries) as client:
+            answer = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        return answer.choices[0].message.content
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    gateway = Gateway()
+    app = web.Application()
+    app.add_routes([web.post("/chat/completions", gateway.answer)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    gateway.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield gateway
+    await runner.cleanup()
+
+
+async def test_the_openai_client_sees_a_rate_limit(gateway: Gateway) -> None:
+    gateway.refusals.append(refusal(RetryAfter(31.2, 31.2)))
+    with pytest.raises(openai.RateLimitError) as caught:
+        await gateway.ask(max_retries=0)
+    error = caught.value
+    assert (error.code, error.param, error.type) == ("queue_wait_exceeded", "max_queue_wait_s", "rate_limit_error")
+    assert error.response.headers["retry-after-ms"] == "31200"
+    assert "Retry in 32 s." in error.message
+
+
+async def test_the_openai_client_sees_a_bad_request(gateway: Gateway) -> None:
+    gateway.refusals.append(replies.bad_wish(BadWish("max_queue_wait_s", 4.99), openai_chat.API))
+    with pytest.raises(openai.BadRequestError) as caught:
+        await gateway.ask(max_retries=2)
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "max_queue_wait_s")
+    assert len(gateway.asked_at_s) == 1
+
+
+async def test_the_openai_client_sees_a_missing_worker(gateway: Gateway) -> None:
+    gateway.refusals.append(replies.unavailable(NoWorker("m"), openai_chat.API))
+    with pytest.raises(openai.InternalServerError) as caught:
+        await gateway.ask(max_retries=0)
+    assert caught.value.status_code == 503
+    assert caught.value.code == "no_worker"
+
+
+async def test_the_openai_client_waits_as_it_is_told(gateway: Gateway) -> None:
+    gateway.refusals.append(refusal(RetryAfter(1.3, 1.3)))
+    assert await gateway.ask(max_retries=1) == "hello"
+    first_s, second_s = gateway.asked_at_s
+    # The milliseconds win over the whole seconds, and its own back-off would be below 0.6 s.
+    assert 1.25 <= second_s - first_s < 1.95

@@ -1,0 +1,283 @@
+"""The session: every event in every state, and the ways that exchanges go."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.answer import AnswerKind
+from extproc.apis import openai_chat, openai_completions
+from extproc.exchange import (
+    NOTHING,
+    Continue,
+    Event,
+    Headers,
+    Phase,
+    Refuse,
+    RequestBody,
+    RequestHeaders,
+    RequestTrailers,
+    ResponseBody,
+    ResponseHeaders,
+    ResponseTrailers,
+    Unknown,
+)
+from extproc.session import (
+    Action,
+    Answered,
+    Close,
+    Decide,
+    Note,
+    Pass,
+    Passed,
+    Reject,
+    Route,
+    Send,
+    Session,
+    State,
+    Verdict,
+)
+
+ROUTE = Route(Continue(Phase.REQUEST_BODY, set_headers=(("to", "10.0.0.1:8000"),)))
+REJECT = Reject(Refuse(429, (), b"{}", "full"))
+PASS = Pass(Passed.UNKNOWN_MODEL)
+TOKEN = b'data: {"choices":[{}]}\n\n'
+
+
+def headers(method: str = "POST", path: str = "/v1/chat/completions", end_of_stream: bool = False) -> RequestHeaders:
+    return RequestHeaders(Headers([(":method", method), (":path", path)]), end_of_stream, None, NOTHING, NOTHING)
+
+
+def body(content: bytes = b"{}", end_of_stream: bool = True) -> RequestBody:
+    return RequestBody(content, end_of_stream)
+
+
+def answer(chunk: bytes, end_of_stream: bool = False, status: int | None = 200) -> ResponseBody:
+    return ResponseBody(chunk, end_of_stream, status, None)
+
+
+def answer_headers(status: int | None = 200, end_of_stream: bool = False) -> ResponseHeaders:
+    return ResponseHeaders(Headers(), end_of_stream, status, "10.0.0.1:8000")
+
+
+EVENTS: tuple[Event, ...] = (
+    headers(),
+    body(),
+    RequestTrailers(),
+    answer_headers(),
+    answer(TOKEN),
+    ResponseTrailers(),
+    Unknown(),
+)
+PHASES: dict[type[Event], Phase] = {
+    RequestHeaders: Phase.REQUEST_HEADERS,
+    RequestBody: Phase.REQUEST_BODY,
+    RequestTrailers: Phase.REQUEST_TRAILERS,
+    ResponseHeaders: Phase.RESPONSE_HEADERS,
+    ResponseBody: Phase.RESPONSE_BODY,
+    ResponseTrailers: Phase.RESPONSE_TRAILERS,
+}
+
+
+def session_in(state: State) -> Session:
+    session = Session()
+    if state is State.CLOSED:
+        session.on_event(headers(method="GET"))
+    elif state is not State.IDLE:
+        session.on_event(headers())
+        if state is not State.AWAIT_BODY:
+            session.on_event(body())
+            if state is State.AWAIT_ANSWER:
+                session.decided(ROUTE)
+    assert session.state is state
+    return session
+
+
+def go_on(phase: Phase) -> list[Action]:
+    return [Send(Continue(phase))]
+
+
+# What is not "a plain go-on" in the table of states and events.
+SPECIAL: dict[tuple[State, type[Event]], list[Action]] = {
+    (State.AWAIT_BODY, RequestBody): [Decide(openai_chat.API, headers().headers, b"{}")],
+    (State.AWAIT_ANSWER, ResponseBody): [
+        Answered(AnswerKind.STREAMED, 200, None),
+        Send(Continue(Phase.RESPONSE_BODY)),
+        Close(),
+    ],
+}
+AFTER = {
+    (State.IDLE, RequestHeaders): State.AWAIT_BODY,
+    (State.AWAIT_BODY, RequestBody): State.DECIDING,
+    (State.AWAIT_ANSWER, ResponseBody): State.CLOSED,
+}
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, EVENTS)))
+def test_every_event_in_every_state(state: State, event: Event) -> None:
+    session = session_in(state)
+    actions = session.on_event(event)
+    if state is State.CLOSED or isinstance(event, Unknown):
+        assert actions == []
+    else:
+        assert actions == SPECIAL.get((state, type(event)), go_on(PHASES.get(type(event), Phase.REQUEST_BODY)))
+    assert session.state is AFTER.get((state, type(event)), state)
+
+
+@pytest.mark.parametrize("state", [state for state in State if state is not State.DECIDING])
+@pytest.mark.parametrize("verdict", [ROUTE, REJECT, PASS])
+def test_a_verdict_that_nobody_asked_for_is_ignored(state: State, verdict: Verdict) -> None:
+    session = session_in(state)
+    assert session.decided(verdict) == []
+    assert session.state is state
+
+
+ANY_EVENTS = st.one_of(
+    st.builds(
+        headers,
+        st.sampled_from(["POST", "GET"]),
+        st.sampled_from(["/v1/completions", "/v1/chat/completions?x=1", "/health"]),
+        st.booleans(),
+    ),
+    st.builds(body, st.binary(max_size=4), st.booleans()),
+    st.builds(
+        answer,
+        st.sampled_from([b"", b"dat", b"a: x", b": hi\n", TOKEN, b'{"id":1}']),
+        st.booleans(),
+        st.sampled_from([None, 200, 404]),
+    ),
+    st.builds(answer_headers, st.sampled_from([None, 200, 500]), st.booleans()),
+    st.sampled_from([RequestTrailers(), ResponseTrailers(), Unknown()]),
+)
+
+
+STEPS = st.lists(st.tuples(ANY_EVENTS, st.sampled_from([ROUTE, REJECT, PASS, None])), max_size=12)
+# Half of the walks begin with a request that will be decided.
+DECIDED = st.tuples(
+    st.just((headers(), None)), st.tuples(st.just(body()), st.sampled_from([ROUTE, ROUTE, REJECT, PASS]))
+)
+
+
+@given(STEPS | st.builds(lambda begun, rest: [*begun, *rest], DECIDED, STEPS))
+def test_no_walk_breaks_a_promise_to_envoy(walk: list[tuple[Event, Verdict | None]]) -> None:
+    session = Session()
+    answered = closed = 0
+    whole_body = False
+    for event, verdict in walk:
+        silent = session.state is State.CLOSED
+        actions = session.on_event(event)
+        if any(isinstance(action, Decide) for action in actions):
+            whole_body = isinstance(event, RequestBody) and event.end_of_stream
+            assert whole_body
+            assert len(actions) == 1
+            # None: the judge's answer never comes, as after a cancelled stream.
+            actions = session.decided(verdict) if verdict is not None else []
+            if verdict is None:
+                return
+        sends = [action.reply for action in actions if isinstance(action, Send)]
+        if silent or isinstance(event, Unknown):
+            assert actions == []
+        else:
+            (reply,) = sends
+            assert isinstance(reply, Refuse) or reply.phase is PHASES[type(event)]
+        answered += sum(isinstance(action, Answered) for action in actions)
+        closed += sum(isinstance(action, Close) for action in actions)
+        assert all(not isinstance(action, Close) for action in actions[:-1])
+        assert (session.state is State.CLOSED) == (closed == 1)
+        if any(isinstance(reply, Refuse) or (isinstance(reply, Continue) and reply.set_headers) for reply in sends):
+            assert whole_body
+    assert answered <= 1
+    assert closed <= 1
+
+
+def test_the_happy_path() -> None:
+    session = Session()
+    assert session.on_event(headers(path="/v1/completions?trace=1")) == go_on(Phase.REQUEST_HEADERS)
+    (decide,) = session.on_event(body(b'{"model":"m"}'))
+    assert isinstance(decide, Decide)
+    assert (decide.api, decide.body) == (openai_completions.API, b'{"model":"m"}')
+    assert decide.headers.get(":path") == "/v1/completions?trace=1"
+    assert session.decided(ROUTE) == [Send(ROUTE.reply)]
+    assert session.on_event(answer_headers()) == go_on(Phase.RESPONSE_HEADERS)
+    assert session.on_event(answer(TOKEN, status=None)) == [
+        Answered(AnswerKind.STREAMED, 200, "10.0.0.1:8000"),
+        Send(Continue(Phase.RESPONSE_BODY)),
+        Close(),
+    ]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        headers(method="GET"),
+        headers(path="/v1/models"),
+        headers(path="/v1/chat/completions/"),
+        headers(path="/x?/v1/completions"),
+        headers(method="post"),
+        RequestHeaders(Headers(), False, None, NOTHING, NOTHING),
+    ],
+)
+def test_what_is_none_of_our_business_is_let_go_at_once(event: RequestHeaders) -> None:
+    assert Session().on_event(event) == [Note(Passed.NOT_OURS), *go_on(Phase.REQUEST_HEADERS), Close()]
+
+
+def test_a_post_without_a_body_is_let_go() -> None:
+    actions = Session().on_event(headers(end_of_stream=True))
+    assert actions == [Note(Passed.NO_BODY), *go_on(Phase.REQUEST_HEADERS), Close()]
+
+
+def test_the_first_part_of_a_body_is_not_decided_on() -> None:
+    actions = session_in(State.AWAIT_BODY).on_event(body(end_of_stream=False))
+    assert actions == [Note(Passed.PARTIAL_BODY), *go_on(Phase.REQUEST_BODY), Close()]
+
+
+def test_a_refusal_ends_the_exchange() -> None:
+    session = session_in(State.DECIDING)
+    assert session.decided(REJECT) == [Send(REJECT.reply), Close()]
+    assert session.state is State.CLOSED
+
+
+@pytest.mark.parametrize("reason", [Passed.UNREADABLE, Passed.UNKNOWN_MODEL])
+def test_what_cannot_be_decided_goes_on_and_is_counted(reason: Passed) -> None:
+    actions = session_in(State.DECIDING).decided(Pass(reason))
+    assert actions == [Note(reason), *go_on(Phase.REQUEST_BODY), Close()]
+
+
+@pytest.mark.parametrize(
+    ("event", "kind"),
+    [
+        (answer(b'{"error":{}}', status=404), AnswerKind.ERROR),
+        (answer(TOKEN, status=503), AnswerKind.ERROR),
+        (answer(b'{"id":"x"}'), AnswerKind.PLAIN),
+        (answer(b"", end_of_stream=True), AnswerKind.EMPTY),
+    ],
+)
+def test_answers_that_are_no_stream_end_it_too(event: ResponseBody, kind: AnswerKind) -> None:
+    assert session_in(State.AWAIT_ANSWER).on_event(event) == [
+        Answered(kind, event.status, None),
+        Send(Continue(Phase.RESPONSE_BODY)),
+        Close(),
+    ]
+
+
+def test_the_status_of_the_headers_counts_for_a_body_without_one() -> None:
+    session = session_in(State.AWAIT_ANSWER)
+    session.on_event(answer_headers(status=500))
+    assert session.on_event(answer(TOKEN, status=None))[0] == Answered(AnswerKind.ERROR, 500, "10.0.0.1:8000")
+
+
+@pytest.mark.parametrize(("status", "kind"), [(200, AnswerKind.EMPTY), (502, AnswerKind.ERROR)])
+def test_an_answer_without_a_body_ends_with_its_headers(status: int, kind: AnswerKind) -> None:
+    assert session_in(State.AWAIT_ANSWER).on_event(answer_headers(status, end_of_stream=True)) == [
+        Send(Continue(Phase.RESPONSE_HEADERS)),
+        Answered(kind, status, "10.0.0.1:8000"),
+        Close(),
+    ]
+
+
+def test_comments_that_keep_the_line_open_are_no_first_token() -> None:
+    session = session_in(State.AWAIT_ANSWER)
+    for _ in range(3):
+        assert session.on_event(answer(b": keep-alive\n\n")) == go_on(Phase.RESPONSE_BODY)
+    assert session.on_event(answer(TOKEN))[0] == Answered(AnswerKind.STREAMED, 200, None)

@@ -1,0 +1,461 @@
+"""One payload to events, whatever version wrote it, and sequence numbers to what they mean."""
+
+import contextlib
+from datetime import UTC
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enginesim import kv_events as engine
+from predictor.kv_events import (
+    Arrival,
+    Batch,
+    Cleared,
+    FeedCursor,
+    KvEvent,
+    MalformedBatch,
+    Removed,
+    Stored,
+    Tier,
+    decode_batch,
+)
+
+HIGH = 2**63 + 5
+# Every field of a vLLM 0.33 store, in the order in which the versions added them.
+FULL: dict[str, object] = {
+    "block_hashes": [HIGH, 6],
+    "parent_block_hash": 4,
+    "token_ids": [1, 2, 3, 4],
+    "block_size": 2,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+    "extra_keys": [["salt"], None],
+    "group_idx": 0,
+    "kv_cache_spec_kind": "full_attention",
+    "kv_cache_spec_sliding_window": None,
+    "locality": "LOCAL",
+    "ownership": None,
+    "session_id": "s",
+    "lookahead_token_ids": None,
+}
+# How many fields an array had: SGLang before 0.5.9, vLLM up to 0.12, 0.14, 0.18, 0.20, 0.22; then 0.26 to 0.33 as maps.
+FIELD_COUNTS = [5, 6, 7, 8, 9, 11, 12, 13, 14, 15]
+
+
+def encode(*events: object) -> bytes:
+    return msgspec.msgpack.encode([12.5, list(events), 3])
+
+
+def decode(*events: object) -> Batch:
+    return decode_batch(encode(*events))
+
+
+def as_map(**changes: object) -> dict[str, object]:
+    return {"type": "BlockStored", **FULL, **changes}
+
+
+def as_array(fields: int = len(FULL), **changes: object) -> list[object]:
+    return ["BlockStored", *list({**FULL, **changes}.values())[:fields]]
+
+
+def comparable(event: KvEvent) -> tuple[object, ...]:
+    match event:
+        case Stored():
+            fields = (event.hashes, event.parent, event.block_size, event.tier, event.lora_name, event.extra_keys)
+            return ("stored", event.tokens.tolist(), *fields, event.group)
+        case Removed():
+            return ("removed", event.hashes, event.tier, event.group)
+        case Cleared():
+            return ("cleared",)
+
+
+def stored(batch: Batch) -> Stored:
+    assert batch.skipped == {}
+    (event,) = batch.events
+    assert isinstance(event, Stored)
+    return event
+
+
+@pytest.mark.parametrize("fields", FIELD_COUNTS)
+def test_arrays_of_every_length_and_maps_say_the_same(fields: int) -> None:
+    names = list(FULL)[:fields]
+    from_array = stored(decode(as_array(fields)))
+    from_map = stored(decode({"type": "BlockStored"} | {name: FULL[name] for name in names}))
+    assert comparable(from_array) == comparable(from_map)
+    assert comparable(from_array) == (
+        "stored",
+        [1, 2, 3, 4],
+        (HIGH, 6),
+        4,
+        2,
+        Tier.DEVICE,
+        None,
+        (("salt",), ()) if fields >= 8 else None,
+        0 if fields >= 9 else None,
+    )
+    assert from_array.tokens.dtype == np.uint32
+
+
+@pytest.mark.parametrize("fields", [1, 2, 3, 4, 5])
+def test_removals_of_every_length_and_form_say_the_same(fields: int) -> None:
+    values = {"block_hashes": [9, HIGH], "medium": "CPU", "group_idx": 1, "locality": None, "ownership": None}
+    known = dict(list(values.items())[:fields])
+    array_form, map_form = decode(["BlockRemoved", *known.values()]), decode({"type": "BlockRemoved", **known})
+    assert array_form.events == map_form.events
+    assert array_form.events == (
+        Removed((9, HIGH), Tier.HOST if fields > 1 else Tier.DEVICE, 1 if fields > 2 else None),
+    )
+
+
+def test_a_batch_carries_time_and_rank_and_keeps_the_order_of_its_events() -> None:
+    batch = decode(as_map(), ["BlockRemoved", [6]], {"type": "AllBlocksCleared"}, ["AllBlocksCleared"], as_array())
+    assert (batch.timestamp_s, batch.rank, batch.skipped) == (12.5, 3, {})
+    assert [comparable(event)[0] for event in batch.events] == ["stored", "removed", "cleared", "cleared", "stored"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "timestamp_s", "rank"),
+    [([1, []], 1.0, None), ([None, [], None], None, None), (["x", [], "y"], None, None), ([1.5, [], 0, "new"], 1.5, 0)],
+)
+def test_time_and_rank_may_be_missing_and_more_may_follow(
+    raw: list[object], timestamp_s: float | None, rank: int | None
+) -> None:
+    assert decode_batch(msgspec.msgpack.encode(raw)) == Batch(timestamp_s, (), rank, {})
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_both_forms_of_the_simulated_engine_are_read(form: engine.EventForm) -> None:
+    events: list[engine.KvEvent] = [
+        engine.BlockStored([HIGH, 6], None, [1, 2, 3, 4], 2, [["salt"], None]),
+        engine.BlockStored([7], 6, [5, 6], 2, [None]),
+        engine.BlockRemoved(HIGH),
+        engine.AllBlocksCleared(),
+    ]
+    batch = decode_batch(engine.encode_batch(events, 12.5, form))
+    assert (batch.timestamp_s, batch.rank, batch.skipped) == (12.5, 0, {})
+    assert list(map(comparable, batch.events)) == [
+        ("stored", [1, 2, 3, 4], (HIGH, 6), None, 2, Tier.DEVICE, None, (("salt",), ()), 0),
+        ("stored", [5, 6], (7,), 6, 2, Tier.DEVICE, None, None, 0),
+        ("removed", (HIGH,), Tier.DEVICE, 0),
+        ("cleared",),
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_hash_is_the_same_as_unsigned_or_signed_integer_or_the_end_of_its_bytes(number: int) -> None:
+    signed = number - 2**64 if number >= 2**63 else number
+    spellings: list[object] = [number, signed, number.to_bytes(8, "big")]
+    spellings += [b"\xab" * (width - 8) + number.to_bytes(8, "big") for width in (16, 32)]
+    for spelling in spellings:
+        event = stored(decode(as_map(block_hashes=[spelling, 6], parent_block_hash=spelling)))
+        assert (event.hashes, event.parent) == ((number, 6), number)
+        assert decode(["BlockRemoved", [spelling]]).events == (Removed((number,), Tier.DEVICE),)
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        (None, Tier.DEVICE),
+        ("GPU", Tier.DEVICE),
+        ("cpu", Tier.HOST),
+        ("CPU", Tier.HOST),
+        ("CPU_PINNED", Tier.HOST),
+        ("DISK", Tier.STORAGE),
+        ("STORAGE", Tier.STORAGE),
+        ("FS", Tier.STORAGE),
+        ("OBJ", Tier.STORAGE),
+        ("EXTERNAL", Tier.STORAGE),
+    ],
+)
+def test_media_are_tiers(medium: str | None, tier: Tier) -> None:
+    assert stored(decode(as_map(medium=medium))).tier is tier
+
+
+SKIPPED: list[tuple[Any, str]] = [
+    (["BlockMoved", [1]], "unknown_event"),
+    ({"type": "BlockMoved"}, "unknown_event"),
+    ({"type": ["BlockStored"]}, "unknown_event"),
+    ({"block_hashes": [1]}, "unknown_event"),
+    ([], "malformed"),
+    ("BlockStored", "malformed"),
+    (None, "malformed"),
+    (["BlockStored"], "malformed"),
+    (["BlockRemoved"], "malformed"),
+    (["BlockRemoved", 5], "malformed"),
+    (["BlockRemoved", ["5"]], "malformed"),
+    (["BlockRemoved", [5], "TAPE"], "unknown_medium"),
+    ({"type": "BlockRemoved", "block_hashes": [5], "kv_cache_spec_kind": "mamba"}, "group"),
+    (as_map(medium="TAPE"), "unknown_medium"),
+    (as_map(medium=5), "unknown_medium"),
+    (as_map(kv_cache_spec_kind="sliding_window"), "group"),
+    (as_map(kv_cache_spec_kind="mamba", block_hashes=[], extra_keys=[]), "group"),
+    (as_map(kv_cache_spec_kind=5), "group"),
+    (as_map(group_idx="0"), "group"),
+    (as_array(kv_cache_spec_kind="chunked_local_attention"), "group"),
+    # What an offloading connector says of another medium, without telling what is in it.
+    (as_map(token_ids=[], block_size=0, parent_block_hash=None, block_hashes=[6], medium="CPU"), "without_tokens"),
+    (as_map(token_ids=[]), "without_tokens"),
+    (as_map(block_size=-2), "without_tokens"),
+    # Masked groups: the tokens span the run, the hashes have holes.
+    (as_map(block_hashes=[6], extra_keys=None), "masked"),
+    (as_map(block_hashes=[], extra_keys=None), "masked"),
+    (as_map(token_ids=[1, 2, 3]), "masked"),
+    (as_map(block_size="2"), "malformed"),
+    (as_map(block_size=True), "malformed"),
+    (as_map(token_ids=b"abcd"), "malformed"),
+    (as_map(block_hashes=None), "malformed"),
+    (as_map(block_hashes=[1, None]), "malformed"),
+    (as_map(block_hashes=[1, "2"]), "malformed"),
+    (as_map(parent_block_hash="4"), "malformed"),
+    # SGLang's bigrams and TensorRT-LLM's multimodal tokens; numpy would take the digits of a string for an id.
+    (as_map(token_ids=[[1, 2], [2, 3], [3, 4], [4, 5]]), "token_form"),
+    (as_map(token_ids=[1, 2, 3, "12"]), "token_form"),
+    (as_map(token_ids=["1", "2", "3", "4"]), "token_form"),
+    (as_map(token_ids=[1.0, 2, 3, 4]), "token_form"),
+    (as_map(token_ids=[1, 2, 3, None]), "token_form"),
+    (as_map(token_ids=[1, 2, 3, -1]), "token_form"),
+    (as_map(token_ids=[1, 2, 3, 2**32]), "token_form"),
+    (as_map(lora_id=3), "unnamed_adapter"),
+    (as_array(6, lora_id=3), "unnamed_adapter"),
+    # What else is in a block's identity is not known: without it the block would pass for another.
+    (as_map(extra_keys=[None]), "malformed"),
+    (as_map(extra_keys=5), "malformed"),
+    (as_map(extra_keys=[5, None]), "malformed"),
+    (as_map(extra_keys=["salt", None]), "malformed"),
+    (as_map(extra_keys=[[{"salt": 1}], None]), "malformed"),
+    (as_map(extra_keys=[[None], None]), "malformed"),
+    (as_map(extra_keys=[[["image", [1]]], None]), "malformed"),
+]
+
+
+@pytest.mark.parametrize(("event", "reason"), SKIPPED, ids=lambda value: value if isinstance(value, str) else None)
+def test_what_is_not_understood_is_counted_and_its_siblings_are_kept(event: object, reason: str) -> None:
+    batch = decode(as_map(block_hashes=[1, 2]), event, event, ["BlockRemoved", [1]])
+    assert batch.skipped == {reason: 2}
+    assert [comparable(kept)[0] for kept in batch.events] == ["stored", "removed"]
+
+
+def test_reasons_are_counted_apart() -> None:
+    assert decode(*(event for event, _ in SKIPPED)).skipped == {
+        reason: sum(reason == other for _, other in SKIPPED) for _, reason in SKIPPED
+    }
+
+
+def test_unknown_fields_are_no_reason_to_skip() -> None:
+    plain = stored(decode(as_map()))
+    assert comparable(stored(decode(as_map(colour="red", extra={"a": [1]})))) == comparable(plain)
+    assert comparable(stored(decode([*as_array(), "red", {"a": [1]}]))) == comparable(plain)
+    assert decode({"type": "AllBlocksCleared", "medium": "CPU"}).events == (Cleared(),)
+
+
+@pytest.mark.parametrize("kind", [None, "full_attention", "mla_attention", "sink_full_attention"])
+def test_groups_that_attend_to_everything_are_kept(kind: str | None) -> None:
+    assert stored(decode(as_map(kv_cache_spec_kind=kind, group_idx=2))).group == 2
+
+
+@pytest.mark.parametrize(
+    ("lora_name", "raw", "keys"),
+    [
+        (None, None, None),
+        (None, [None, None], None),
+        (None, [[], None], None),
+        (None, [["salt"], None], (("salt",), ())),
+        ("ada", None, None),
+        ("ada", [["ada"], ["ada"]], None),
+        ("ada", [["ada", "salt"], ["ada"]], (("salt",), ())),
+        ("ada", [["salt"], None], (("salt",), ())),
+        # The caller's salt may be any text, the adapter's name too.
+        ("ada", [["ada", "ada"], ["ada"]], (("ada",), ())),
+        (
+            "ada",
+            [["ada", ["image", -3]], ["ada", ["image", 13], b"\x00"]],
+            ((("image", -3),), (("image", 13), b"\x00")),
+        ),
+        (None, [["ada"], ["ada"]], (("ada",), ("ada",))),
+    ],
+)
+def test_extra_keys_are_per_block_and_without_the_adapters_name(
+    lora_name: str | None, raw: object, keys: tuple[tuple[object, ...], ...] | None
+) -> None:
+    event = stored(decode(as_map(lora_name=lora_name, lora_id=None if lora_name is None else 1, extra_keys=raw)))
+    assert (event.lora_name, event.extra_keys) == (lora_name, keys)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x93",
+        b"\xa1\xff",
+        b"\x91" * 100_000,
+        b"\x92\x01\x91\x81\x81\x01\x02\x03",
+        encode(as_map())[:-1],
+        encode(as_map()) + b"\x00",
+        *map(msgspec.msgpack.encode, [None, 5, "text", {}, {"ts": 1}, [], [1], [1, None], [1, {}], [[], 1]]),
+    ],
+    ids=lambda payload: payload[:8].hex(),
+)
+def test_a_payload_of_which_nothing_can_be_read_is_malformed(payload: bytes) -> None:
+    with pytest.raises(MalformedBatch):
+        decode_batch(payload)
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=40)
+    | st.datetimes(timezones=st.just(UTC))
+    | st.builds(msgspec.msgpack.Ext, st.integers(-128, 127).filter(lambda code: code != -1), st.binary(max_size=12))
+    | st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "GPU", "full_attention"])
+)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+)
+damaged_maps = st.dictionaries(st.sampled_from(list(FULL)), values, max_size=4).map(lambda changes: as_map(**changes))
+damaged_arrays = st.builds(
+    lambda array, at, value: [*array[:at], value, *array[at + 1 :]],
+    st.sampled_from([as_array(count) for count in FIELD_COUNTS]),
+    st.integers(0, 15),
+    values,
+)
+
+
+@given(st.lists(damaged_maps | damaged_arrays | values, max_size=3), values, values)
+def test_whatever_stands_in_a_batch_each_event_is_read_or_counted(
+    events: list[object], timestamp: object, rank: object
+) -> None:
+    payload = msgspec.msgpack.encode([timestamp, events, rank])
+    batch = decode_batch(payload)
+    assert len(batch.events) + sum(batch.skipped.values()) == len(events)
+    for event in batch.events:
+        if isinstance(event, Stored):
+            assert len(event.tokens) == len(event.hashes) * event.block_size > 0
+            assert event.extra_keys is None or len(event.extra_keys) == len(event.hashes)
+            hash(event.extra_keys)  # the index looks digests up by them
+        if not isinstance(event, Cleared):
+            assert all(0 <= one < 2**64 for one in event.hashes)
+
+
+@given(values)
+def test_any_value_is_a_batch_or_malformed(value: object) -> None:
+    with contextlib.suppress(MalformedBatch):
+        decode_batch(msgspec.msgpack.encode(value))
+
+
+REAL = [
+    engine.encode_batch(
+        [engine.BlockStored([HIGH, 6], None, [1, 200, 70_000, 4], 2, [["salt"], None]), engine.BlockRemoved(7)],
+        1.5,
+        form,
+    )
+    for form in ("map", "array")
+]
+
+
+@given(st.sampled_from(REAL), st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=3)), max_size=6))
+def test_a_batch_damaged_anywhere_is_read_or_malformed(payload: bytes, damages: list[tuple[int, bytes]]) -> None:
+    for at, replacement in damages:
+        payload = payload[:at] + replacement + payload[at + 1 :]
+    with contextlib.suppress(MalformedBatch):
+        decode_batch(payload)
+
+
+def judge_and_apply(cursor: FeedCursor, *seqs: int) -> list[Arrival]:
+    """Live batches, the missing ones given up as the feed does when no replay has them."""
+    seen = []
+    for seq in seqs:
+        seen.append(cursor.judge_live(seq))
+        if seq >= cursor.next_seq:
+            cursor.applied(seq)
+    return seen
+
+
+NEXT, REPEATED, GAP, RESTARTED = Arrival.NEXT, Arrival.REPEATED, Arrival.GAP, Arrival.RESTARTED
+
+
+def test_live_batches_in_order_are_next_and_a_missing_one_is_a_gap() -> None:
+    cursor = FeedCursor()
+    assert judge_and_apply(cursor, 0, 1, 2, 5, 6) == [NEXT, NEXT, NEXT, GAP, NEXT]
+    assert cursor.next_seq == 7
+
+
+def test_a_number_that_goes_backwards_is_a_restart_wherever_the_new_count_stands() -> None:
+    cursor = FeedCursor()
+    assert judge_and_apply(cursor, 0, 1, 2, 0, 1) == [NEXT, NEXT, NEXT, RESTARTED, NEXT]
+    assert judge_and_apply(cursor, 2, 3, 4, 2) == [NEXT, NEXT, NEXT, RESTARTED]
+    assert cursor.next_seq == 3
+    assert judge_and_apply(cursor, 2) == [RESTARTED]
+
+
+def test_a_restart_asks_for_everything_of_the_new_incarnation() -> None:
+    cursor = FeedCursor()
+    judge_and_apply(cursor, *range(10))
+    assert cursor.judge_live(3) is RESTARTED
+    assert cursor.next_seq == 0
+    assert [cursor.judge_replayed(seq) for seq in (0, 1)] == [NEXT, GAP]
+
+
+def test_live_copies_of_what_a_replay_brought_are_repeated_and_no_restart() -> None:
+    cursor = FeedCursor()
+    for seq in range(100):
+        assert cursor.judge_replayed(seq) is NEXT
+        cursor.applied(seq)
+    assert judge_and_apply(cursor, 97, 98, 99, 100, 101) == [REPEATED, REPEATED, REPEATED, NEXT, NEXT]
+
+
+def test_a_replay_skips_what_was_applied_and_shows_what_is_lost() -> None:
+    cursor = FeedCursor()
+    judge_and_apply(cursor, 0, 1, 2)
+    assert [cursor.judge_replayed(seq) for seq in (0, 2, 3, 4)] == [REPEATED, REPEATED, NEXT, GAP]
+    assert cursor.next_seq == 3
+
+
+def test_a_restart_shows_even_while_live_copies_of_a_replay_are_still_to_come() -> None:
+    cursor = FeedCursor()
+    judge_and_apply(cursor, *range(50))
+    for seq in range(50, 100):
+        cursor.applied(seq)
+    assert judge_and_apply(cursor, 50, 51, 0, 1) == [REPEATED, REPEATED, RESTARTED, NEXT]
+    assert cursor.next_seq == 2
+
+
+def test_once_the_live_copies_are_behind_any_old_number_is_a_restart() -> None:
+    cursor = FeedCursor()
+    for seq in range(100):
+        cursor.applied(seq)
+    cursor.caught_up()
+    assert judge_and_apply(cursor, 0, 1) == [RESTARTED, NEXT]
+
+    ahead = FeedCursor()
+    judge_and_apply(ahead, *range(10))
+    ahead.caught_up()
+    assert judge_and_apply(ahead, 10, 11) == [NEXT, NEXT]
+
+
+@given(st.lists(st.integers(0, 30), max_size=60))
+def test_a_cursor_never_goes_back_but_for_a_restart(seqs: list[int]) -> None:
+    cursor = FeedCursor()
+    last = -1
+    for seq in seqs:
+        before = cursor.next_seq
+        arrival = cursor.judge_live(seq)
+        assert (arrival is RESTARTED) == (seq <= last)
+        if arrival is NEXT:
+            assert seq == before
+        if arrival is GAP:
+            assert seq > before
+        if arrival is not RESTARTED:
+            assert cursor.next_seq == before
+        if seq >= cursor.next_seq:
+            cursor.applied(seq)
+        last = seq
+        assert cursor.next_seq == seq + 1
