@@ -104,16 +104,15 @@ async def test_an_engine_that_restarts_has_an_empty_cache(bench: Bench) -> None:
     home = await home_of(bench, text)
     await bench.stack.engines[home].end(signal.SIGKILL)
     await bench.stack.start_engine(next(spec for spec in bench.stack.specs if spec.name == home))
-    faults = await bench.metric("headway_kv_feed_faults_total", worker=home, kind="restart")
-    # The feed learns of the restart with the first thing that the new engine caches.
-    while (await bench.worker(home))["cached_blocks"] > 10:
-        answer = await bench.post_to_engine(home, chat(words(60, "wakes it")))
-        assert answer.complete
+    before = await bench.metric("headway_kv_feed_faults_total", worker=home, kind="restart")
 
-        async def dropped() -> bool:
-            return await bench.metric("headway_kv_feed_faults_total", worker=home, kind="restart") == faults + 1
+    async def dropped() -> bool:
+        """The feed learns of the restart with the first thing that the new engine caches."""
+        assert (await bench.post_to_engine(home, chat(words(60, "wakes it")))).complete
+        return bool((await bench.worker(home))["cached_blocks"] <= 10)
 
-        await until(dropped, 15, "restart noticed")
+    await until(dropped, 20, "restart noticed")
+    assert await bench.metric("headway_kv_feed_faults_total", worker=home, kind="restart") == before + 1
     answer = await bench.post(chat(text))
     assert answer.headers["x-headway-cached-tokens"] == "0"
     assert answer.usage["prompt_tokens_details"]["cached_tokens"] == 0

@@ -89,12 +89,8 @@ CONVERSATIONS: dict[str, Messages] = {
         {"role": "developer", "content": [{"type": "text", "text": "Two."}]},
     ],
     "two systems": [{"role": "system", "content": "One."}, {"role": "system", "content": "Two."}, *HELLO],
-    "empty parts": [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": ""}, {"type": "text", "text": "a"}, {"type": "text", "text": ""}],
-        }
-    ],
+    "empty parts": [{"role": "user", "content": [{"type": "text", "text": word} for word in ("", "a", "")]}],
+    "thinking": [*HELLO, {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}]}, *HELLO],
     "refusal": [*HELLO, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, *HELLO],
     "part with a cache mark": [
         {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}

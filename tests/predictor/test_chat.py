@@ -162,6 +162,8 @@ def test_chatml_begins_and_ends_every_message() -> None:
         (text_parts("a", "b"), "a\nb", "part a;part b;"),
         (["a", *text_parts("b")], "a\nb", "part a;part b;"),
         ([{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}], "a\nb", "part a;part b;"),
+        ([{"type": "refusal", "refusal": "a"}, {"type": "thinking", "thinking": "b"}], "a\nb", "part a;part b;"),
+        ([{"type": "text"}, {"type": "text", "text": None}, *text_parts("a")], "a", "part a;"),
     ],
 )
 def test_parts_are_joined_by_newlines_or_kept_for_a_template_that_walks_over_them(
@@ -214,7 +216,12 @@ def test_special_tokens_and_the_callers_variables_are_at_hand() -> None:
         ({"a": 1}, '{"a": 1}'),
         ("", "{}"),
         (None, "{}"),
-        ("[1]", "[1]"),
+        # What is no object becomes an empty one: a model's mistake must not end its conversation.
+        ("[1]", "{}"),
+        ("{", "{}"),
+        ([1], "{}"),
+        # As long as the caller wrote it: these do not fit 64 bits.
+        ('{"n": 123456789012345678901234567890}', '{"n": 123456789012345678901234567890}'),
     ],
 )
 def test_arguments_of_a_call_are_the_object_that_their_text_holds(sent: object, seen: str) -> None:
@@ -226,6 +233,26 @@ def test_arguments_of_a_call_are_the_object_that_their_text_holds(sent: object, 
     assert render("{{ messages[0].tool_calls[0].function.arguments | tojson }}", [without]) == "{}"
 
 
+def test_a_tools_answer_is_text_even_to_a_template_that_walks_over_parts() -> None:
+    answer = {"role": "tool", "tool_call_id": "c1", "content": text_parts("a", "", "b")}
+    assert render(PARTS, [answer]) == "[tool]text a\n\nb;"
+    assert render(CHATML, [answer], add_generation_prompt=False) == "<|im_start|>tool\na\nb<|im_end|>\n"
+
+
+def test_reasoning_is_known_by_both_of_its_names_and_only_of_the_assistant() -> None:
+    source = "{% for m in messages %}{{ m.reasoning }}-{{ m.reasoning_content }};{% endfor %}"
+    for sent in ({"reasoning": "hm"}, {"reasoning_content": "hm"}, {"reasoning": "hm", "reasoning_content": "no"}):
+        both = [{"role": role, "content": "x", **sent} for role in ("assistant", "user")]
+        assert render(source, both) == "hm-hm;-;"
+
+
+def test_a_line_of_the_client_that_is_never_the_same_does_not_reach_the_template() -> None:
+    header = "x-anthropic-billing-header: cc_version=1"
+    for role, said in (("system", "Be brief."), ("user", header + "\nBe brief.")):
+        assert render("{{ messages[0].content }}", [{"role": role, "content": header + "\nBe brief."}]) == said
+    assert render(PARTS, [{"role": "system", "content": text_parts(header, "a")}]) == "[system]part a;"
+
+
 def test_calls_that_are_no_list_are_none() -> None:
     for calls in (None, "none"):
         message = {"role": "assistant", "content": "x", "tool_calls": calls}
@@ -235,17 +262,26 @@ def test_calls_that_are_no_list_are_none() -> None:
 def test_a_developer_is_the_system_to_a_template_that_does_not_know_any() -> None:
     messages = [{"role": "developer", "content": "Be brief."}, *user("hi")]
     assert render(CHATML, messages).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user")
-    assert render("{# developer #}" + CHATML, messages).startswith("<|im_start|>developer\n")
     assert messages[0]["role"] == "developer"
     for other in ("system", "developer"):
-        with pytest.raises(NotReproducible, match="merges"):
-            render(CHATML, [{"role": other, "content": "More."}, *messages])
+        both = [*messages, {"role": other, "content": text_parts("More.", "And more.")}]
+        merged = "<|im_start|>system\nBe brief.\n\nMore.\nAnd more.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        assert render(CHATML, both, add_generation_prompt=False) == merged
+
+
+@pytest.mark.parametrize("word", ['"developer"', "'developer'"])
+def test_a_developer_stays_one_to_a_template_that_names_the_role(word: str) -> None:
+    source = "{% set roles = [" + word + "] %}" + CHATML
+    assert render(source, [{"role": "developer", "content": "x"}]).startswith("<|im_start|>developer\n")
+    assert render("{# developer #}" + CHATML, [{"role": "developer", "content": "x"}]).startswith(
+        "<|im_start|>system\n"
+    )
 
 
 def test_a_tool_is_written_in_the_engines_order_with_nulls() -> None:
-    tool = {"function": {"strict": True, "name": "f"}, "x": 1, "type": "function"}
+    tool = {"function": {"strict": True, "unknown": 1, "name": "f"}, "unknown": 1, "type": "function"}
     function = '{"name": "f", "description": null, "parameters": null, "strict": true}'
-    assert render("{{ tools[0] | tojson }}", tools=[tool]) == f'{{"type": "function", "function": {function}, "x": 1}}'
+    assert render("{{ tools[0] | tojson }}", tools=[tool]) == f'{{"type": "function", "function": {function}}}'
     broken_tools: Messages = [{}, {"function": None}, {"function": {}}, {"function": {"name": 5}}]
     for broken in broken_tools:
         with pytest.raises(NotReproducible, match="tool"):
@@ -307,15 +343,16 @@ def test_what_a_template_refuses_or_may_not_do_is_not_reproducible(source: str, 
         {"role": "user", "content": 5},
         {"role": "user", "content": {"text": "hi"}},
         {"role": "user", "content": [5]},
-        {"role": "user", "content": [{"type": "text"}]},
-        {"role": "user", "content": [{"type": "text", "text": None}]},
+        {"role": "user", "content": [{"type": "text", "text": 5}]},
+        {"role": "user", "content": [{"type": "thinking"}]},
         {"role": "user", "content": [*text_parts("see"), {"type": "image_url", "image_url": {"url": "data:,"}}]},
         {"role": "user", "content": [{"type": "image_url", "text": "hi"}]},
         {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
         {"role": "assistant", "tool_calls": [{}]},
         {"role": "assistant", "tool_calls": [5]},
         {"role": "assistant", "tool_calls": [{"function": "f"}]},
-        {"role": "assistant", "tool_calls": [call("{")]},
+        {"role": "assistant", "tool_calls": [{**call("{}"), "type": "custom"}]},
+        {"role": "developer", "content": "hi", "tools": []},
     ],
     ids=repr,
 )
