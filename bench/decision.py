@@ -24,6 +24,7 @@ from extproc.log import JsonLog
 from extproc.metrics import Metrics
 from extproc.model_files import load_pool_text
 from extproc.prompt_reader import PromptReader
+from extproc.request_reader import RequestReader
 from extproc.session import Decide, Route
 from extproc.stack import simulator_folder
 from predictor.engines.vllm import Settings
@@ -88,7 +89,8 @@ def _judge() -> tuple[Judge, PromptReader]:
     reader = PromptReader(hasher, settings.threads, settings.max_pending, 30.0, _fail, settings.inline_bytes)
     text = load_pool_text(Path(simulator_folder()) / "model")
     pools = {"sim": Pool("sim", text)}
-    return Judge(fleet, pools, reader, ledger, metrics, log, time.monotonic, boot="bench"), reader
+    requests = RequestReader(settings.threads, 30.0)
+    return Judge(fleet, pools, requests, reader, ledger, metrics, log, time.monotonic, boot="bench"), reader
 
 
 def _fail(fault: BaseException) -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import enum
+import zlib
+from collections.abc import Callable
 
 _FIELDS_BEFORE_DATA = (b"event:", b"id:", b"retry:", b":")
 _LONGEST_FIELD = 6
 # The specification lets a stream begin with it.
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+# A first token is found in the first few bytes; more of a compressed chunk is not worth decoding.
+_LOOKED_AT_BYTES = 16 << 10
+_GZIP = b"\x1f\x8b"
+
+Inflate = Callable[[bytes], bytes]
 
 
 class AnswerKind(enum.Enum):
@@ -17,6 +25,7 @@ class AnswerKind(enum.Enum):
     PLAIN = "plain"  # a body that is no event stream
     ERROR = "error"  # any status but 200
     EMPTY = "empty"  # it ended before anything was said
+    UNSEEN = "unseen"  # Envoy does not show it to us
 
 
 class AnswerReader:
@@ -29,15 +38,24 @@ class AnswerReader:
     def __init__(self) -> None:
         self._line = b""
         self._started = False
+        self._inflate: Inflate | None = None
 
     def feed(self, chunk: bytes, status: int | None, end_of_stream: bool) -> AnswerKind | None:
         """The kind, once known; None means that the next chunk has to be seen."""
         if status is not None and status != 200:
             return AnswerKind.ERROR
-        kind = self._scan(chunk)
+        kind = self._scan(self._plain(chunk))
         if kind is None and end_of_stream:
             return AnswerKind.PLAIN if self._line.strip() else AnswerKind.EMPTY
         return kind
+
+    def _plain(self, chunk: bytes) -> bytes:
+        """The beginning of a gzipped answer, decoded; headers do not reach us, its first bytes tell."""
+        if self._inflate is None:
+            if not chunk:
+                return chunk
+            self._inflate = _gunzip() if chunk.startswith(_GZIP) else _as_it_is
+        return self._inflate(chunk)
 
     def _scan(self, chunk: bytes) -> AnswerKind | None:
         text = self._line + chunk
@@ -60,3 +78,20 @@ class AnswerReader:
         # A comment may be of any length: its beginning says all.
         self._line = rest[:_LONGEST_FIELD]
         return None
+
+
+def _gunzip() -> Inflate:
+    """Decodes piece by piece; damage ends in nothing."""
+    decoder = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+
+    def inflate(piece: bytes) -> bytes:
+        try:
+            return decoder.decompress(piece[:_LOOKED_AT_BYTES], _LOOKED_AT_BYTES)
+        except zlib.error:
+            return b""
+
+    return inflate
+
+
+def _as_it_is(piece: bytes) -> bytes:
+    return piece

@@ -23,6 +23,7 @@ from extproc.metrics import FleetCollector, Metrics
 from extproc.model_files import load_pool_text
 from extproc.probe import Probe
 from extproc.prompt_reader import PromptReader
+from extproc.request_reader import RequestReader
 from extproc.server import AccessLog, Processor, Server
 from predictor.admission import RetryPolicy
 from predictor.fleet import Fleet, PoolPolicy, Ticket, WorkerSpec
@@ -60,9 +61,10 @@ class App:
         pools = {}
         for pool in config.pools:
             text = load_pool_text(None if pool.tokenizer is None else Path(pool.tokenizer))
-            pools.update({model: Pool(pool.name, text) for model in pool.model_names})
-        judge = Judge(fleet, pools, reader, ledger, metrics, log, clock, boot=secrets.token_hex(4))
-        processor = Processor(judge, ledger, metrics, log, clock)
+            pools.update({model: Pool(pool.name, text, pool.scores) for model in pool.model_names})
+        requests = RequestReader(tokenization.threads, tokenization.deadline_s)
+        judge = Judge(fleet, pools, requests, reader, ledger, metrics, log, clock, boot=secrets.token_hex(4))
+        processor = Processor(judge, ledger, metrics, log, clock, config.gateway.ask_for_body)
         registry.register(FleetCollector(fleet, clock, lambda: processor.open_streams))
 
         self._config = config
@@ -71,6 +73,7 @@ class App:
         self._log = log
         self._fleet = fleet
         self._ledger = ledger
+        self._requests = requests
         self._reader = reader
         self._server = Server(processor, AccessLog(ledger, metrics, log))
         self._admin = Admin(fleet, registry, clock)
@@ -99,6 +102,7 @@ class App:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._admin.stop()
+        self._requests.close()
         self._reader.close()
         self._zmq.destroy(linger=0)
         self._log("stopped")
@@ -106,7 +110,7 @@ class App:
 
     def _join(self, pool: str, worker: WorkerConfig) -> None:
         settings = worker.settings.for_engine()
-        self._fleet.join(pool, WorkerSpec(worker.name, worker.endpoint, settings))
+        self._fleet.join(pool, WorkerSpec(worker.name, worker.endpoint, settings, worker.cluster))
         if worker.kv_events is not None:
             feed = KvFeed(worker.name, worker.kv_events, worker.kv_replay, self._fleet, self._metrics, self._zmq)
             self._keep_running("kv_feed", feed.run())

@@ -57,6 +57,12 @@ class ProbeSettings(_Section, frozen=True):
     interval_s: _SecondsOrZero = 5.0
 
 
+class Gateway(_Section, frozen=True):
+    """`ask_for_body`: where Envoy is configured to send no bodies, ask for them (it must have allow_mode_override)."""
+
+    ask_for_body: bool = False
+
+
 class Learning(_Section, frozen=True):
     min_samples: _Positive = 8
     min_length_ratio: Annotated[float, msgspec.Meta(ge=1)] = 4.0
@@ -85,6 +91,7 @@ class EngineSettings(_Section, frozen=True):
 class WorkerConfig(_Section, frozen=True):
     name: _Name
     endpoint: _HostPort
+    cluster: _Name | None = None
     kv_events: _Zmq | None = None
     kv_replay: _Zmq | None = None
     settings: EngineSettings = EngineSettings()
@@ -96,6 +103,7 @@ class PoolConfig(_Section, frozen=True):
     tokenizer: str | None = None
     learning: Learning = Learning()
     retry_after: Retry = Retry()
+    scores: bool = False
     workers: list[WorkerConfig] = []
 
     @property
@@ -107,6 +115,7 @@ class Config(_Section, frozen=True):
     listen: Listen = Listen()
     tokenization: Tokenization = Tokenization()
     tickets: Tickets = Tickets()
+    gateway: Gateway = Gateway()
     shutdown: Shutdown = Shutdown()
     probe: ProbeSettings = ProbeSettings()
     pools: list[PoolConfig] = []

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from extproc import replies
 from extproc.apis import LlmRequest, Unreadable
+from extproc.exchange import Metadata
 from extproc.ledger import Ledger
 from extproc.log import JsonLog
 from extproc.metrics import Metrics
 from extproc.prompt_reader import PoolText, PromptReader, ReadPrompt
+from extproc.request_reader import RequestReader, UndecodableBody
 from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
 from extproc.wishes import BOUND_HEADER, BadWish, queue_wait_bound
 from predictor.fleet import Decision, Fleet, Grant, NoWorker, Refusal, Wish
@@ -23,6 +25,7 @@ class Pool:
 
     name: str
     text: PoolText
+    scores: bool = False  # tell Envoy how the candidates compare
 
 
 @dataclass(slots=True)
@@ -40,6 +43,7 @@ class Judge:
         self,
         fleet: Fleet,
         pools: Mapping[str, Pool],
+        requests: RequestReader,
         reader: PromptReader,
         ledger: Ledger,
         metrics: Metrics,
@@ -49,6 +53,9 @@ class Judge:
     ) -> None:
         self._fleet = fleet
         self._pools = pools
+        only = {pool.name: pool for pool in pools.values()}
+        self._only_pool = next(iter(only.values())) if len(only) == 1 else None
+        self._requests = requests
         self._reader = reader
         self._ledger = ledger
         self._metrics = metrics
@@ -59,10 +66,13 @@ class Judge:
     async def decide(self, case: Decide, exchange: Exchange) -> Verdict:
         body_at_s = self._clock()
         try:
-            request = case.api.read(case.body)
+            request = await self._requests.read(case)
+        except UndecodableBody:
+            self._metrics.undecodable.inc()
+            return Pass(Passed.UNREADABLE)
         except Unreadable:
             return Pass(Passed.UNREADABLE)
-        pool = self._pools.get(request.model)
+        pool = self._only_pool if request.model is None else self._pools.get(request.model)
         if pool is None:
             return Pass(Passed.UNKNOWN_MODEL)
         try:
@@ -77,8 +87,9 @@ class Judge:
             ticket_id=next(self._ids),
             received_at_s=exchange.received_at_s,
             max_queue_wait_s=bound_s,
-            streaming=request.streaming,
+            streaming=request.streaming and case.answer_seen,
             max_tokens=request.max_tokens,
+            subset=_subset(case.metadata),
         )
         now_s = self._clock()
         decision = self._fleet.place(pool.name, read.prompt, wish, now_s)
@@ -89,7 +100,7 @@ class Judge:
         self._report(pool, request, read, wish, decision, now_s - body_at_s)
         match decision:
             case Grant():
-                return Route(replies.route(decision))
+                return Route(replies.route(decision, pool.scores))
             case Refusal():
                 return Reject(replies.shed(decision, case.api))
             case NoWorker():
@@ -140,3 +151,12 @@ class Judge:
                 self._metrics.decisions.labels(pool.name, "no_worker").inc()
                 fields["outcome"] = "no_worker"
         self._log("decision", **fields)
+
+
+def _subset(metadata: Metadata) -> frozenset[str] | None:
+    """The endpoints among which a gateway lets us choose: a list, or its elements joined by commas."""
+    hint = metadata.get(replies.SUBSET_NAMESPACE, {}).get(replies.SUBSET)
+    if hint is None:
+        return None
+    items = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, list) else []
+    return frozenset(item.strip() for item in items if isinstance(item, str) and item.strip())

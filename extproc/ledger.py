@@ -19,6 +19,9 @@ from extproc.replies import NAMESPACE, TICKET
 from predictor.fleet import Fleet, Ticket, Usage
 
 USAGE_NAMESPACE = "headway.usage"
+# Engines say with these that their queue is full, and nothing about when it will not be.
+_FULL = (429, 503)
+_BACK_OFF_S = 2.0
 
 
 @dataclass(slots=True)
@@ -26,7 +29,7 @@ class _Entry:
     text: PoolText
     body_bytes: int
     streaming: bool  # the ext_proc stream is still open
-    end: tuple[Usage, int | None] | None = None  # reported while it was
+    end: RequestEnd | None = None  # reported while it was
 
 
 class Ledger:
@@ -45,10 +48,14 @@ class Ledger:
     def booked(self, ticket: Ticket, text: PoolText, body_bytes: int) -> None:
         self._entries[ticket.id] = _Entry(text, body_bytes, streaming=True)
 
-    def answered(self, ticket_id: str, kind: AnswerKind, served_endpoint: str | None) -> None:
+    def answered(
+        self, ticket_id: str, kind: AnswerKind, status: int | None = None, served_endpoint: str | None = None
+    ) -> None:
         """The answer's kind is known; for a streamed one, this is the first token."""
         if kind is not AnswerKind.STREAMED:
             self._metrics.ungraded.labels(kind.value).inc()
+            if status in _FULL:
+                self._engine_full(ticket_id, status)
             return
         first = self._fleet.first_token(ticket_id, served_endpoint, self._clock())
         if first is None:
@@ -68,6 +75,12 @@ class Ledger:
             kept_bound=grade.kept_bound,
         )
 
+    def _engine_full(self, ticket_id: str, status: int) -> None:
+        ticket = self._fleet.ticket(ticket_id)
+        if ticket is not None:
+            self._fleet.back_off(ticket.worker, _BACK_OFF_S, self._clock())
+            self._metrics.engine_refusals.labels(ticket.pool, ticket.worker, str(status)).inc()
+
     def stream_closed(self, ticket_id: str, answered: bool) -> None:
         """The ext_proc stream is over; `answered` unless Envoy ended it before the answer's kind was known."""
         entry = self._entries.get(ticket_id)
@@ -77,7 +90,7 @@ class Ledger:
         if not answered:
             self._metrics.ungraded.labels("given_up").inc()
         if entry.end is not None:
-            self._finish(ticket_id, entry.end[0], entry.end[1], "access_log")
+            self._ended(ticket_id, entry.end)
         elif not answered:
             self._finish(ticket_id, Usage(), None, "stream")
 
@@ -91,11 +104,10 @@ class Ledger:
         self._metrics.access_log_entries.labels("tracked" if entry else "late").inc()
         if entry is None:
             return
-        usage = _usage(end.metadata.get(USAGE_NAMESPACE, {}))
         if entry.streaming:
-            entry.end = usage, end.status
+            entry.end = end
         else:
-            self._finish(ticket_id, usage, end.status, "access_log")
+            self._ended(ticket_id, end)
 
     def given_up(self, tickets: Iterable[Ticket], source: str) -> None:
         """The fleet has released these by other evidence than the access log's."""
@@ -103,9 +115,15 @@ class Ledger:
             if self._entries.pop(ticket.id, None) is not None:
                 self._metrics.ended.labels(source).inc()
 
-    def _finish(self, ticket_id: str, usage: Usage, status: int | None, source: str) -> None:
+    def _ended(self, ticket_id: str, end: RequestEnd) -> None:
+        usage = _usage(end.metadata.get(USAGE_NAMESPACE, {}))
+        self._finish(ticket_id, usage, end.status, "access_log", retried=end.attempts > 1)
+
+    def _finish(self, ticket_id: str, usage: Usage, status: int | None, source: str, retried: bool = False) -> None:
         entry = self._entries.pop(ticket_id)
-        ended = self._fleet.finish(ticket_id, usage, self._clock())
+        if retried:
+            self._metrics.retried.inc()
+        ended = self._fleet.finish(ticket_id, usage, self._clock(), retried)
         if ended is None:
             return
         self._metrics.ended.labels(source).inc()

@@ -46,6 +46,11 @@ class Metrics:
         self.bounds = counter("bounds", "Admitted requests with a bound, by whether it was kept", "pool", "kept")
         self.cache = counter("cache_estimates", "Cache credit against reported reuse", "pool", "worker", "verdict")
         self.ungraded = counter("ungraded", "Granted requests that could not be graded", "reason")
+        self.retried = counter("requests_retried", "Granted requests that Envoy had to send more than once")
+        self.engine_refusals = counter(
+            "engine_refusals", "Answers by which an engine said that it is full", "pool", "worker", "status"
+        )
+        self.undecodable = counter("bodies_undecodable", "Compressed bodies that were not read")
         self.ended = counter("requests_ended", "Ends of granted requests, by who told us", "source")
         self.learned = counter("prefill_samples", "Prefills learned from", "pool", "worker")
         self.bugs = counter("bugs", "Faults of ours that were caught at a border", "where")

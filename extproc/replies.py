@@ -9,6 +9,10 @@ from predictor.fleet import Grant, NoWorker, Reason, Refusal
 
 DESTINATION = "x-gateway-destination-endpoint"
 LB_NAMESPACE = "envoy.lb"
+SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+SCORES = "x-gateway-destination-endpoint-scores"
+# For meshes that route by cluster name; Envoy's route matches or takes the cluster from it.
+CLUSTER = "x-headway-cluster"
 # Ours; Envoy copies it into response headers and the access log.
 NAMESPACE = "headway"
 TICKET = "ticket"
@@ -21,16 +25,24 @@ _MESSAGES = {
 }
 
 
-def route(grant: Grant) -> Continue:
+def route(grant: Grant, scores: bool = False) -> Continue:
     """Sends the request to the chosen endpoint, with the others to fall back to. Gateways read the header or the
-    metadata, so both say the same (endpoint-picker protocol, proposal 004)."""
+    metadata, so both say the same (endpoint-picker protocol, proposal 004). A worker with a cluster is named by its
+    cluster as well, and Envoy chooses the route again."""
     endpoints = ",".join(grant.endpoints)
     forecast = grant.ticket.forecast
+    picked: dict[str, str | float | bool] = {DESTINATION: endpoints}
+    if scores:
+        picked[SCORES] = ",".join(f"{name}={score:.4f}" for name, score in _scores(grant))
+    headers: tuple[tuple[str, str], ...] = ((DESTINATION, endpoints),)
+    if grant.cluster is not None:
+        headers = (*headers, (CLUSTER, grant.cluster))
     return Continue(
         Phase.REQUEST_BODY,
-        set_headers=((DESTINATION, endpoints),),
+        set_headers=headers,
+        clear_route_cache=grant.cluster is not None,
         dynamic_metadata={
-            LB_NAMESPACE: {DESTINATION: endpoints},
+            LB_NAMESPACE: picked,
             NAMESPACE: {
                 TICKET: grant.ticket.id,
                 "worker": grant.ticket.worker,
@@ -40,6 +52,12 @@ def route(grant: Grant) -> Continue:
             },
         },
     )
+
+
+def _scores(grant: Grant) -> list[tuple[str, float]]:
+    """In (0, 1], 1 for the shortest predicted time to first token."""
+    best_s = min(forecast.ttft_s for forecast in grant.forecasts)
+    return [(forecast.worker, (best_s + 1e-3) / (forecast.ttft_s + 1e-3)) for forecast in grant.forecasts]
 
 
 def shed(refusal: Refusal, api: Api) -> Refuse:
@@ -73,7 +91,10 @@ def unavailable(nobody: NoWorker, api: Api) -> Refuse:
             ("x-llm-d-request-dropped-reason", "rejected-no-endpoints"),
         ),
         body=api.error_body(
-            f"The pool {nobody.pool!r} has no workers.", "service_unavailable_error", None, "no_worker"
+            f"The pool {nobody.pool!r} has no workers that could take this request.",
+            "service_unavailable_error",
+            None,
+            "no_worker",
         ),
         details="headway_no_worker",
     )

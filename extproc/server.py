@@ -42,8 +42,15 @@ class Processor:
     """Runs a session per stream: reads an event, does what the session says."""
 
     def __init__(
-        self, judge: Judge, ledger: Ledger, metrics: Metrics, log: JsonLog, clock: Callable[[], float]
+        self,
+        judge: Judge,
+        ledger: Ledger,
+        metrics: Metrics,
+        log: JsonLog,
+        clock: Callable[[], float],
+        ask_for_body: bool = False,
     ) -> None:
+        self._ask_for_body = ask_for_body
         self._judge = judge
         self._ledger = ledger
         self._metrics = metrics
@@ -54,7 +61,7 @@ class Processor:
 
     async def process(self, requests: AsyncIterator[bytes], context: _Context) -> None:
         exchange = Exchange(received_at_s=self._clock())
-        session = Session()
+        session = Session(self._ask_for_body)
         answered = False
         self.open_streams += 1
         try:
@@ -100,8 +107,8 @@ class Processor:
                 await context.write(wire.write(reply))
             case Decide():
                 return session.decided(await self._judge.decide(action, exchange))
-            case Answered(kind, _, served_endpoint) if exchange.ticket_id is not None:
-                self._ledger.answered(exchange.ticket_id, kind, served_endpoint)
+            case Answered(kind, status, served_endpoint) if exchange.ticket_id is not None:
+                self._ledger.answered(exchange.ticket_id, kind, status, served_endpoint)
             case Note(reason):
                 self._metrics.passed.labels(reason.value).inc()
             case Answered() | Close():

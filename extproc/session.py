@@ -1,22 +1,35 @@
 """One exchange with Envoy as a pure state machine: events in, actions out. No I/O, no clock.
 
-The order of a decided request: headers, the whole body, our decision, the first chunks of the answer. With its first
-token the stream is closed, and Envoy passes the rest without us. An event that a state does not expect is answered
-with a plain "go on", so that an Envoy configured in another way than we advise is never left waiting.
+Envoy calls a filter in the way that it is configured to, and says how in its first message. Three ways let us decide:
+
+* BUFFERED: headers, then the whole body in one piece; the decision answers the body.
+* FULL_DUPLEX_STREAMED: the body comes in pieces, none of which may be kept: headers are answered late, with the
+  decision, and then every piece is sent back.
+* Without a usable body (NONE, STREAMED, whose headers have to be answered before the body comes): the decision answers
+  the headers, by load alone.
+
+With the first token of a STREAMED answer the stream is closed, and Envoy passes the rest without us; an answer in
+full duplex has to be sent back to its end. An event that a state does not expect is answered with a plain "go on", so
+that an Envoy configured in yet another way is never left waiting.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from extproc.answer import AnswerKind, AnswerReader
 from extproc.apis import Api, find_api
 from extproc.exchange import (
+    NOTHING,
+    BodyMode,
     Continue,
+    Echo,
     Event,
     Headers,
+    Metadata,
     Phase,
+    Protocol,
     Refuse,
     Reply,
     RequestBody,
@@ -28,12 +41,20 @@ from extproc.exchange import (
     Unknown,
 )
 
+# Envoy's flow control wants pieces below 64 KiB, framing included.
+PIECE_BYTES = 62_000
+# What is kept of a body that comes in pieces; Envoy's own limit (envoy/envoy.yaml) does not hold in full duplex.
+MAX_BODY_BYTES = 64 << 20
+
+_DEFAULT_PROTOCOL = Protocol(BodyMode.BUFFERED, BodyMode.STREAMED)
+
 
 class State(enum.Enum):
     IDLE = "idle"  # nothing has come yet
     AWAIT_BODY = "await_body"
     DECIDING = "deciding"  # the body is complete, the decision is not
     AWAIT_ANSWER = "await_answer"  # routed: the first token is still to come
+    RELAY = "relay"  # nothing is left to decide or to see, but pieces have to be sent back
     CLOSED = "closed"
 
 
@@ -42,7 +63,7 @@ class Passed(enum.Enum):
 
     NOT_OURS = "not_ours"  # another path or method
     NO_BODY = "no_body"
-    PARTIAL_BODY = "partial_body"  # a body mode in which the decision would come too late
+    TOO_LARGE = "too_large"  # more body than is kept
     UNREADABLE = "unreadable"  # malformed: the engine's to answer
     UNKNOWN_MODEL = "unknown_model"
     BUG = "bug"
@@ -83,7 +104,10 @@ class Decide:
 
     api: Api
     headers: Headers
-    body: bytes
+    body: bytes | None  # None: it will not be seen
+    metadata: Metadata = field(default_factory=lambda: NOTHING)
+    complete: bool = True  # False: Envoy sent only its beginning
+    answer_seen: bool = True  # False: no first token will be seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +144,24 @@ _PHASES: dict[type[Event], Phase] = {
 
 
 class Session:
-    """One gRPC stream's worth of an exchange."""
+    """One gRPC stream's worth of an exchange.
 
-    def __init__(self) -> None:
+    `ask_for_body` asks an Envoy that sends no bodies to send this one (`allow_mode_override` must be set there).
+    """
+
+    def __init__(self, ask_for_body: bool = False) -> None:
         self.state = State.IDLE
+        self._ask_for_body = ask_for_body
+        self._protocol = _DEFAULT_PROTOCOL
         self._api: Api | None = None
-        self._headers: Headers | None = None
+        self._headers = Headers()
+        self._metadata: Metadata = {}
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._trailers = False  # the request ended with trailers
+        self._decision_phase = Phase.REQUEST_BODY
         self._answer = AnswerReader()
+        self._answer_known = False
         self._served_endpoint: str | None = None
         self._status: int | None = None
 
@@ -134,17 +169,22 @@ class Session:
         if self.state is State.CLOSED:
             return []
         match self.state, event:
+            case _, Unknown():
+                return []
             case State.IDLE, RequestHeaders():
                 return self._headers_came(event)
             case State.AWAIT_BODY, RequestBody():
                 return self._body_came(event)
+            case State.AWAIT_BODY, RequestTrailers() if self._duplex_request:
+                self._trailers = True
+                return self._decide(b"".join(self._pieces))
             case State.AWAIT_ANSWER, ResponseHeaders():
                 return self._answer_began(event)
             case State.AWAIT_ANSWER, ResponseBody():
                 return self._answer_came(event)
-            case _, Unknown():
-                return []
-        return [Send(Continue(_PHASES[type(event)]))]
+            case State.AWAIT_ANSWER, ResponseTrailers():
+                return self._answer_known_as(self._answer.feed(b"", self._status, end_of_stream=True), event)
+        return self._go_on(event)
 
     def decided(self, verdict: Verdict) -> list[Action]:
         """The judge's verdict on what `Decide` asked."""
@@ -153,56 +193,131 @@ class Session:
         match verdict:
             case Route(reply):
                 self.state = State.AWAIT_ANSWER
-                return [Send(reply)]
+                actions: list[Action] = [Send(replace(reply, phase=self._decision_phase)), *self._send_back()]
+                if self._protocol.response_body is BodyMode.NONE:
+                    actions.append(Answered(AnswerKind.UNSEEN, None, None))
+                return actions
             case Reject(reply):
                 self.state = State.CLOSED
                 return [Send(reply), Close()]
             case Pass(reason):
-                return self._pass(Phase.REQUEST_BODY, reason)
+                return self._pass(self._decision_phase, reason)
+
+    @property
+    def _duplex_request(self) -> bool:
+        return self._protocol.request_body is BodyMode.FULL_DUPLEX_STREAMED
+
+    @property
+    def _duplex(self) -> bool:
+        """Whether pieces that are not sent back would be lost."""
+        return BodyMode.FULL_DUPLEX_STREAMED in (self._protocol.request_body, self._protocol.response_body)
 
     def _headers_came(self, event: RequestHeaders) -> list[Action]:
-        api = find_api(event.headers.get(":method"), event.headers.get(":path"))
-        if api is None:
+        self._protocol = event.protocol or _DEFAULT_PROTOCOL
+        self._headers, self._metadata = event.headers, event.metadata
+        self._api = find_api(event.headers.get(":method"), event.headers.get(":path"))
+        if self._api is None:
             return self._pass(Phase.REQUEST_HEADERS, Passed.NOT_OURS)
         if event.end_of_stream:
             return self._pass(Phase.REQUEST_HEADERS, Passed.NO_BODY)
-        self._api, self._headers = api, event.headers
-        self.state = State.AWAIT_BODY
-        return [Send(Continue(Phase.REQUEST_HEADERS))]
+        match self._protocol.request_body:
+            case BodyMode.BUFFERED | BodyMode.BUFFERED_PARTIAL:
+                self.state = State.AWAIT_BODY
+                return [Send(Continue(Phase.REQUEST_HEADERS))]
+            case BodyMode.FULL_DUPLEX_STREAMED:
+                # Answered with the decision, which needs the body.
+                self.state = State.AWAIT_BODY
+                self._decision_phase = Phase.REQUEST_HEADERS
+                return []
+            case BodyMode.NONE if self._ask_for_body:
+                self._protocol = _DEFAULT_PROTOCOL
+                self.state = State.AWAIT_BODY
+                return [Send(Continue(Phase.REQUEST_HEADERS, body_modes=_DEFAULT_PROTOCOL))]
+            case _:
+                self._decision_phase = Phase.REQUEST_HEADERS
+                return self._decide(None)
 
     def _body_came(self, event: RequestBody) -> list[Action]:
-        if not event.end_of_stream:
-            return self._pass(Phase.REQUEST_BODY, Passed.PARTIAL_BODY)
+        if not self._duplex_request:
+            # A BUFFERED body is whole even where it does not say so, because trailers follow.
+            whole = event.end_of_stream or self._protocol.request_body is BodyMode.BUFFERED
+            return self._decide(event.body, complete=whole)
+        self._pieces.append(event.body)
+        self._size += len(event.body)
+        if self._size > MAX_BODY_BYTES:
+            actions = self._pass(Phase.REQUEST_HEADERS, Passed.TOO_LARGE, more_follows=not event.end_of_stream)
+            self._pieces.clear()
+            return actions
+        return self._decide(b"".join(self._pieces)) if event.end_of_stream else []
+
+    def _decide(self, body: bytes | None, complete: bool = True) -> list[Action]:
         assert self._api is not None
-        assert self._headers is not None
         self.state = State.DECIDING
-        return [Decide(self._api, self._headers, event.body)]
+        seen = self._protocol.response_body in (BodyMode.STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
+        return [Decide(self._api, self._headers, body, self._metadata, complete, seen)]
+
+    def _send_back(self, more_follows: bool = False) -> list[Action]:
+        """The kept pieces of a full-duplex body, in order, and the trailers' answer where they ended it."""
+        if not self._duplex_request:
+            return []
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        actions = _echo(Phase.REQUEST_BODY, body, end_of_stream=not self._trailers and not more_follows)
+        if self._trailers:
+            actions.append(Send(Continue(Phase.REQUEST_TRAILERS)))
+        return actions
 
     def _answer_began(self, event: ResponseHeaders) -> list[Action]:
         self._served_endpoint = event.served_endpoint or self._served_endpoint
         self._status = event.status if event.status is not None else self._status
-        actions: list[Action] = [Send(Continue(Phase.RESPONSE_HEADERS))]
         if event.end_of_stream:
-            kind = self._answer.feed(b"", self._status, end_of_stream=True)
-            assert kind is not None
-            actions += self._close_with(kind)
-        return actions
+            return self._answer_known_as(self._answer.feed(b"", self._status, end_of_stream=True), event)
+        return self._go_on(event)
 
     def _answer_came(self, event: ResponseBody) -> list[Action]:
         self._served_endpoint = event.served_endpoint or self._served_endpoint
         self._status = event.status if event.status is not None else self._status
         kind = self._answer.feed(event.chunk, self._status, event.end_of_stream)
-        send = Send(Continue(Phase.RESPONSE_BODY))
-        if kind is None:
-            return [send]
-        # The first token's time is taken before anything else is done.
-        answered, close = self._close_with(kind)
-        return [answered, send, close]
+        if kind is AnswerKind.STREAMED and self._protocol.response_body is BodyMode.BUFFERED:
+            # The whole answer at once tells nothing of its first token.
+            kind = AnswerKind.PLAIN
+        return self._answer_known_as(kind, event)
 
-    def _close_with(self, kind: AnswerKind) -> list[Action]:
+    def _answer_known_as(self, kind: AnswerKind | None, event: Event) -> list[Action]:
+        """Reports the kind once it is known: before anything is sent, so that the first token's time is right."""
+        answered: list[Action] = []
+        if kind is not None and not self._answer_known:
+            self._answer_known = True
+            answered = [Answered(kind, self._status, self._served_endpoint)]
+        if not self._answer_known or self._protocol.response_body is BodyMode.FULL_DUPLEX_STREAMED:
+            return answered + self._go_on(event)
+        actions = answered + self._go_on(event)
         self.state = State.CLOSED
-        return [Answered(kind, self._status, self._served_endpoint), Close()]
+        return [*actions, Close()]
 
-    def _pass(self, phase: Phase, reason: Passed) -> list[Action]:
+    def _pass(self, phase: Phase, reason: Passed, more_follows: bool = False) -> list[Action]:
+        actions: list[Action] = [Note(reason), Send(Continue(phase))]
+        if self._duplex:
+            # Pieces may be on their way already; closing now would lose them.
+            kept = self._send_back(more_follows) if self._pieces or self._trailers else []
+            self.state = State.RELAY
+            return [*actions, *kept]
         self.state = State.CLOSED
-        return [Note(reason), Send(Continue(phase)), Close()]
+        return [*actions, Close()]
+
+    def _go_on(self, event: Event) -> list[Action]:
+        """The plain answer to an event: pieces of a full-duplex body are sent back."""
+        match event:
+            case RequestBody(piece, end) if self._duplex_request:
+                return _echo(Phase.REQUEST_BODY, piece, end)
+            case ResponseBody(piece, end, _, _) if self._protocol.response_body is BodyMode.FULL_DUPLEX_STREAMED:
+                return _echo(Phase.RESPONSE_BODY, piece, end)
+        return [Send(Continue(_PHASES[type(event)]))]
+
+
+def _echo(phase: Phase, body: bytes, end_of_stream: bool) -> list[Action]:
+    if len(body) <= PIECE_BYTES:
+        return [Send(Echo(phase, body, end_of_stream))]
+    starts = range(0, len(body), PIECE_BYTES)
+    last = starts[-1]
+    return [Send(Echo(phase, body[start : start + PIECE_BYTES], end_of_stream and start == last)) for start in starts]

@@ -39,6 +39,7 @@ class WorkerSpec:
     name: str
     endpoint: str
     settings: Settings = field(default_factory=Settings)
+    cluster: str | None = None  # Envoy's name for it, where routes choose clusters
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Wish:
     max_queue_wait_s: float | None = None
     streaming: bool = True  # the first token will be seen
     max_tokens: int | None = None
+    subset: frozenset[str] | None = None  # endpoints that may be chosen; None: all of the pool's
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class Grant:
     endpoints: tuple[str, ...]  # the chosen one, then whom to fall back to
     forecasts: tuple[Forecast, ...]  # of every worker that was considered
     why: Why
+    cluster: str | None = None  # of the chosen one, where routes choose clusters
 
 
 class Reason(enum.Enum):
@@ -147,6 +150,7 @@ class _Worker:
     up: bool = True
     trusted: bool = True  # the event feed is complete
     tickets: dict[str, Ticket] = field(default_factory=dict)
+    backing_off_until_s: float = 0.0  # the engine has said that it is full
     foreign_load: bool = False  # the engine has more in progress than came through us
     idle_seen_at_s: float | None = None  # when the engine was last seen with nothing in progress; None: busy since
 
@@ -226,6 +230,10 @@ class Fleet:
     def set_up(self, worker: str, up: bool) -> None:
         self._pool_of[worker].workers[worker].up = up
 
+    def back_off(self, worker: str, seconds: float, now_s: float) -> None:
+        """The engine refused a request for want of capacity: others go elsewhere for a while, if there is elsewhere."""
+        self._pool_of[worker].workers[worker].backing_off_until_s = now_s + seconds
+
     # The cache view
 
     def apply(self, worker: str, batch: Batch) -> None:
@@ -247,7 +255,7 @@ class Fleet:
     def place(self, pool: str, prompt: Prompt, wish: Wish, now_s: float) -> Decision:
         """Forecasts every worker, chooses, and books the ticket before it returns. KeyError for an unknown pool."""
         home = self._pools[pool]
-        workers = [worker for worker in home.workers.values() if worker.up] or list(home.workers.values())
+        workers = _eligible(home.workers.values(), wish.subset, now_s)
         if not workers:
             return NoWorker(pool)
         waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
@@ -265,7 +273,7 @@ class Fleet:
         chosen = choice.ranked[0].forecast
         ticket = self._book(home, home.workers[chosen.worker], chosen, wish, now_s)
         endpoints = tuple(home.workers[candidate.forecast.worker].spec.endpoint for candidate in choice.ranked)
-        return Grant(ticket, endpoints, forecasts, choice.why)
+        return Grant(ticket, endpoints, forecasts, choice.why, home.workers[chosen.worker].spec.cluster)
 
     def first_token(self, ticket_id: str, served_endpoint: str | None, now_s: float) -> FirstToken | None:
         """None for a ticket that is unknown or has been graded. `served_endpoint` is Envoy's word for who served."""
@@ -282,8 +290,11 @@ class Fleet:
         actual_s = ticket.wish.waited_before_s + now_s - ticket.wish.received_at_s
         return FirstToken(ticket, grade(ticket.forecast, actual_s, ticket.wish.max_queue_wait_s))
 
-    def finish(self, ticket_id: str, usage: Usage, now_s: float) -> Ended | None:
-        """Releases a ticket, however its request ended; None if it is unknown (released before)."""
+    def finish(self, ticket_id: str, usage: Usage, now_s: float, retried: bool = False) -> Ended | None:
+        """Releases a ticket, however its request ended; None if it is unknown (released before).
+
+        Of a request that Envoy had to send more than once nothing is learned: its time is not one engine's.
+        """
         ticket = self._tickets.pop(ticket_id, None)
         if ticket is None:
             return None
@@ -296,7 +307,7 @@ class Fleet:
             home.output_tokens = (
                 seen if home.output_tokens is None else home.output_tokens + 0.02 * (seen - home.output_tokens)
             )
-        if ticket.first_token_at_s is None or ticket.moved:
+        if ticket.first_token_at_s is None or ticket.moved or retried:
             return Ended(ticket, None, usage, learned_from=False)
         verdict = judge_cache(ticket.forecast.cached_tokens, usage.cached_tokens, worker.settings.block_size)
         return Ended(ticket, verdict, usage, self._learn(worker, ticket, usage, now_s))
@@ -511,3 +522,10 @@ def _spoil_samples(worker: _Worker) -> None:
         ticket.decoded_alone = False
         if ticket.first_token_at_s is None:
             ticket.solo = False
+
+
+def _eligible(workers: Iterable[_Worker], subset: frozenset[str] | None, now_s: float) -> list[_Worker]:
+    """Who may be chosen: of the allowed endpoints those that are up and not full, or else up, or else any."""
+    allowed = [worker for worker in workers if subset is None or worker.spec.endpoint in subset]
+    up = [worker for worker in allowed if worker.up]
+    return [worker for worker in up if worker.backing_off_until_s <= now_s] or up or allowed

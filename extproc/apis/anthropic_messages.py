@@ -10,7 +10,16 @@ from typing import Any
 
 import msgspec
 
-from extproc.apis.request import Api, ChatPrompt, LlmRequest, Unreadable, text_or_none, whole
+from extproc.apis.request import (
+    Api,
+    ChatPrompt,
+    LlmRequest,
+    OpaquePrompt,
+    PromptSource,
+    Unreadable,
+    text_or_none,
+    whole,
+)
 
 
 class _Body(msgspec.Struct):
@@ -39,20 +48,26 @@ def read(body: bytes) -> LlmRequest:
         raise Unreadable(str(error)) from error
     return LlmRequest(
         model=fields.model,
-        prompt=ChatPrompt(
-            messages=fields.messages,
-            tools=None if isinstance(fields.tools, msgspec.UnsetType) else fields.tools,
-            template_variables=None,
-            add_generation_prompt=True,
-            add_special_tokens=False,
-            system=_system_text(fields.system),
-        ),
+        prompt=_prompt(fields),
         streaming=fields.stream is True,
         max_tokens=whole(fields.max_tokens),
         cache_salt=text_or_none(fields.cache_salt),
         reads_cache=True,
         max_queue_wait_s=fields.max_queue_wait_s,
         body_bytes=len(body),
+    )
+
+
+def _prompt(fields: _Body) -> PromptSource:
+    if not isinstance(fields.tools, msgspec.UnsetType) and fields.tools not in (b"null", b"[]"):
+        return OpaquePrompt()
+    return ChatPrompt(
+        messages=fields.messages,
+        tools=None,
+        template_variables=None,
+        add_generation_prompt=True,
+        add_special_tokens=False,
+        system=_system_text(fields.system),
     )
 
 

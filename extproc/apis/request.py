@@ -45,7 +45,7 @@ PromptSource = ChatPrompt | CompletionPrompt | OpaquePrompt
 class LlmRequest:
     """The fields of a request that a decision needs; `max_queue_wait_s` is as the caller wrote it."""
 
-    model: str
+    model: str | None  # None: it was not to be seen
     prompt: PromptSource
     streaming: bool
     max_tokens: int | None

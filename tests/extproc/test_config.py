@@ -36,7 +36,7 @@ pools:
 """
 
 
-TOP = "listen, pools, probe, shutdown, tickets, tokenization"
+TOP = "gateway, listen, pools, probe, shutdown, tickets, tokenization"
 
 
 def faults(text: str) -> list[str]:
@@ -128,8 +128,8 @@ surprise: 1
         ),
         (
             "pools:\n- name: p\n  worker: []\n",
-            "f.yaml:3: pools[0].worker: unknown key; known here: learning, models, name, retry_after, tokenizer, "
-            "workers",
+            "f.yaml:3: pools[0].worker: unknown key; known here: learning, models, name, retry_after, scores, "
+            "tokenizer, workers",
         ),
     ],
 )

@@ -38,7 +38,7 @@ class Desk:
 
     def answered(self, kind: AnswerKind = AnswerKind.STREAMED, served: str | None = None) -> None:
         self.clock.advance(0.5)
-        self.ledger.answered("t-1", kind, served)
+        self.ledger.answered("t-1", kind, 200, served)
 
     def closed(self, answered: bool = True) -> None:
         self.ledger.stream_closed("t-1", answered)

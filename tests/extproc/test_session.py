@@ -10,10 +10,13 @@ from extproc.answer import AnswerKind
 from extproc.apis import openai_chat, openai_completions
 from extproc.exchange import (
     NOTHING,
+    BodyMode,
     Continue,
+    Echo,
     Event,
     Headers,
     Phase,
+    Protocol,
     Refuse,
     RequestBody,
     RequestHeaders,
@@ -45,8 +48,16 @@ PASS = Pass(Passed.UNKNOWN_MODEL)
 TOKEN = b'data: {"choices":[{}]}\n\n'
 
 
-def headers(method: str = "POST", path: str = "/v1/chat/completions", end_of_stream: bool = False) -> RequestHeaders:
-    return RequestHeaders(Headers([(":method", method), (":path", path)]), end_of_stream, None, NOTHING, NOTHING)
+DUPLEX = Protocol(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
+
+
+def headers(
+    method: str = "POST",
+    path: str = "/v1/chat/completions",
+    end_of_stream: bool = False,
+    protocol: Protocol | None = None,
+) -> RequestHeaders:
+    return RequestHeaders(Headers([(":method", method), (":path", path)]), end_of_stream, protocol, NOTHING, NOTHING)
 
 
 def body(content: bytes = b"{}", end_of_stream: bool = True) -> RequestBody:
@@ -84,6 +95,8 @@ def session_in(state: State) -> Session:
     session = Session()
     if state is State.CLOSED:
         session.on_event(headers(method="GET"))
+    elif state is State.RELAY:
+        session.on_event(headers(method="GET", protocol=DUPLEX))
     elif state is not State.IDLE:
         session.on_event(headers())
         if state is not State.AWAIT_BODY:
@@ -106,11 +119,19 @@ SPECIAL: dict[tuple[State, type[Event]], list[Action]] = {
         Send(Continue(Phase.RESPONSE_BODY)),
         Close(),
     ],
+    (State.AWAIT_ANSWER, ResponseTrailers): [
+        Answered(AnswerKind.EMPTY, None, None),
+        Send(Continue(Phase.RESPONSE_TRAILERS)),
+        Close(),
+    ],
+    (State.RELAY, RequestBody): [Send(Echo(Phase.REQUEST_BODY, b"{}", end_of_stream=True))],
+    (State.RELAY, ResponseBody): [Send(Echo(Phase.RESPONSE_BODY, TOKEN, end_of_stream=False))],
 }
 AFTER = {
     (State.IDLE, RequestHeaders): State.AWAIT_BODY,
     (State.AWAIT_BODY, RequestBody): State.DECIDING,
     (State.AWAIT_ANSWER, ResponseBody): State.CLOSED,
+    (State.AWAIT_ANSWER, ResponseTrailers): State.CLOSED,
 }
 
 
@@ -168,7 +189,7 @@ def test_no_walk_breaks_a_promise_to_envoy(walk: list[tuple[Event, Verdict | Non
         silent = session.state is State.CLOSED
         actions = session.on_event(event)
         if any(isinstance(action, Decide) for action in actions):
-            whole_body = isinstance(event, RequestBody) and event.end_of_stream
+            whole_body = isinstance(event, RequestBody)
             assert whole_body
             assert len(actions) == 1
             # None: the judge's answer never comes, as after a cancelled stream.
@@ -227,9 +248,18 @@ def test_a_post_without_a_body_is_let_go() -> None:
     assert actions == [Note(Passed.NO_BODY), *go_on(Phase.REQUEST_HEADERS), Close()]
 
 
-def test_the_first_part_of_a_body_is_not_decided_on() -> None:
-    actions = session_in(State.AWAIT_BODY).on_event(body(end_of_stream=False))
-    assert actions == [Note(Passed.PARTIAL_BODY), *go_on(Phase.REQUEST_BODY), Close()]
+def test_a_buffered_body_is_whole_even_where_trailers_follow_it() -> None:
+    (decide,) = session_in(State.AWAIT_BODY).on_event(body(end_of_stream=False))
+    assert isinstance(decide, Decide)
+    assert decide.complete
+
+
+def test_the_beginning_of_a_body_is_known_for_what_it_is() -> None:
+    session = Session()
+    session.on_event(headers(protocol=Protocol(BodyMode.BUFFERED_PARTIAL, BodyMode.STREAMED)))
+    (decide,) = session.on_event(body(end_of_stream=False))
+    assert isinstance(decide, Decide)
+    assert not decide.complete
 
 
 def test_a_refusal_ends_the_exchange() -> None:
@@ -270,8 +300,8 @@ def test_the_status_of_the_headers_counts_for_a_body_without_one() -> None:
 @pytest.mark.parametrize(("status", "kind"), [(200, AnswerKind.EMPTY), (502, AnswerKind.ERROR)])
 def test_an_answer_without_a_body_ends_with_its_headers(status: int, kind: AnswerKind) -> None:
     assert session_in(State.AWAIT_ANSWER).on_event(answer_headers(status, end_of_stream=True)) == [
-        Send(Continue(Phase.RESPONSE_HEADERS)),
         Answered(kind, status, "10.0.0.1:8000"),
+        Send(Continue(Phase.RESPONSE_HEADERS)),
         Close(),
     ]
 

@@ -12,6 +12,7 @@ from extproc.judge import Judge, Pool
 from extproc.ledger import Ledger
 from extproc.metrics import FleetCollector, Metrics
 from extproc.prompt_reader import PoolText, PromptReader
+from extproc.request_reader import RequestReader
 from extproc.server import AccessLog, Processor, Server
 from predictor.fleet import Fleet, PoolPolicy, WorkerSpec
 from predictor.prompt import BlockHasher
@@ -37,7 +38,15 @@ class Filter:
         self.ledger = Ledger(self.fleet, self.metrics, self.log, clock)
         self.reader = PromptReader(hasher, 1, 8, 5.0, lambda fault: None)
         self.judge = Judge(
-            self.fleet, {"m": Pool("m", self.text)}, self.reader, self.ledger, self.metrics, self.log, clock, "boot"
+            self.fleet,
+            {"m": Pool("m", self.text)},
+            RequestReader(1, 5.0),
+            self.reader,
+            self.ledger,
+            self.metrics,
+            self.log,
+            clock,
+            "boot",
         )
         self.processor = Processor(self.judge, self.ledger, self.metrics, self.log, clock)
         self.registry.register(FleetCollector(self.fleet, clock, lambda: self.processor.open_streams))

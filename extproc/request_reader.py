@@ -1,0 +1,75 @@
+"""From what Envoy showed of a request to its fields: whole or in part, compressed, huge, or nothing but headers."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from extproc.apis import LlmRequest, Unreadable
+from extproc.apis.large_body import PARSED_BYTES, read_large
+from extproc.apis.request import OpaquePrompt
+from extproc.content_encoding import Undecodable, decode, is_plain
+from extproc.exchange import Headers
+from extproc.session import MAX_BODY_BYTES, Decide
+
+# Gateways that send no bodies name the model here (Envoy AI Gateway; llm-d's payload processor).
+_MODEL_HEADERS = ("x-ai-eg-model", "x-gateway-model-name")
+_UNKNOWN_BODY_BYTES = 4096
+
+
+class UndecodableBody(Unreadable):
+    """Compressed in a way that we cannot, or will not, take apart."""
+
+
+class RequestReader:
+    """Decodes beside the event loop, for at most `deadline_s`; parses on it, no more than it can bear."""
+
+    def __init__(self, threads: int, deadline_s: float) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self._deadline_s = deadline_s
+
+    async def read(self, case: Decide) -> LlmRequest:
+        """Raises Unreadable."""
+        if case.body is None:
+            return _from_headers(case.headers)
+        if not case.complete:
+            return read_large(case.body)
+        body = await self._decoded(case.body, case.headers.get("content-encoding"))
+        return read_large(body) if len(body) > PARSED_BYTES else case.api.read(body)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _decoded(self, body: bytes, content_encoding: str | None) -> bytes:
+        if is_plain(content_encoding):
+            return body
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._executor, decode, body, content_encoding, MAX_BODY_BYTES)
+        try:
+            return await asyncio.wait_for(asyncio.shield(work), self._deadline_s)
+        except Undecodable as error:
+            raise UndecodableBody(str(error)) from error
+        except TimeoutError:
+            work.add_done_callback(_forget)
+            raise UndecodableBody("decoding took too long") from None
+
+
+def _forget(work: asyncio.Future[bytes]) -> None:
+    if not work.cancelled():
+        work.exception()
+
+
+def _from_headers(headers: Headers) -> LlmRequest:
+    model = next((name for key in _MODEL_HEADERS if (name := headers.get(key))), None)
+    length = headers.get("content-length")
+    size = int(length) if length is not None and length.isascii() and length.isdigit() else _UNKNOWN_BODY_BYTES
+    return LlmRequest(
+        model=model,
+        prompt=OpaquePrompt(),
+        streaming=True,
+        max_tokens=None,
+        cache_salt=None,
+        reads_cache=True,
+        max_queue_wait_s=None,
+        body_bytes=min(size, MAX_BODY_BYTES),
+    )
