@@ -15,12 +15,11 @@ from extproc.exchange import RequestEnd
 from extproc.log import JsonLog
 from extproc.metrics import Metrics
 from extproc.prompt_reader import PoolText
-from extproc.replies import NAMESPACE, TICKET
+from extproc.replies import ENGINE_FULL, NAMESPACE, TICKET
 from predictor.fleet import Fleet, Ticket, Usage
 
 USAGE_NAMESPACE = "headway.usage"
-# Engines say with these that their queue is full, and nothing about when it will not be.
-_FULL = (429, 503)
+# An engine that is full says nothing about when it will not be.
 _BACK_OFF_S = 2.0
 
 
@@ -54,7 +53,7 @@ class Ledger:
         """The answer's kind is known; for a streamed one, this is the first token."""
         if kind is not AnswerKind.STREAMED:
             self._metrics.ungraded.labels(kind.value).inc()
-            if status in _FULL:
+            if status in ENGINE_FULL:
                 self._engine_full(ticket_id, status)
             return
         first = self._fleet.first_token(ticket_id, served_endpoint, self._clock())
@@ -75,7 +74,7 @@ class Ledger:
             kept_bound=grade.kept_bound,
         )
 
-    def _engine_full(self, ticket_id: str, status: int) -> None:
+    def _engine_full(self, ticket_id: str, status: int | None) -> None:
         ticket = self._fleet.ticket(ticket_id)
         if ticket is not None:
             self._fleet.back_off(ticket.worker, _BACK_OFF_S, self._clock())

@@ -17,6 +17,9 @@ CLUSTER = "x-headway-cluster"
 NAMESPACE = "headway"
 TICKET = "ticket"
 
+# By these an engine says that its queue is full.
+ENGINE_FULL = (429, 503)
+
 _JSON = ("content-type", "application/json")
 _MESSAGES = {
     Reason.QUEUE_WAIT: "No worker can start this request within max_queue_wait_s = {bound:g} s; "

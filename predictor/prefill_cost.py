@@ -25,6 +25,8 @@ import numpy.typing as npt
 from predictor.engines.vllm import Step
 
 _Array = npt.NDArray[np.float64]
+# What a server spends on a token outside of its engine, at most, of what the engine spends.
+_REQUEST_TOKEN_RATIO = 0.1
 # No engine steps faster. A fit may find that steps cost nothing, and a replay must get on all the same.
 _MIN_STEP_S = 1e-4
 # What timing one request from outside is off by, whatever its length: below it, relative errors mean nothing.
@@ -182,18 +184,27 @@ class PrefillCost:
         # A decode step is timed over a whole output, and so is less off.
         noise = np.array([5 * step_s] + [_NOISE_S / 8] * len(decodes) + [_NOISE_S] * len(samples))
         weights = self._FORGETTING**age / (seconds + noise) ** 2
-        solution = non_negative_least_squares(features, seconds, weights)
-        # Twice more with outliers held down (Huber): one stalled sample must not bend the curve.
-        for _ in range(2):
-            relative = np.abs(features @ solution - seconds) / (seconds + noise)
-            spread = max(0.005, 1.5 * float(np.median(relative)))
-            robust = weights * np.minimum(1.0, spread / np.maximum(relative, 1e-9))
-            solution = non_negative_least_squares(features, seconds, robust)
+        solution = _robust_fit(features, seconds, weights, noise)
+        if solution[_PER_REQUEST_TOKEN] > _REQUEST_TOKEN_RATIO * solution[_PER_TOKEN]:
+            # No server works so much on a token beside its engine: the cached prompts were held up by something else.
+            features[:, _PER_REQUEST_TOKEN] = 0.0
+            solution = _robust_fit(features, seconds, weights, noise)
         request, request_token, fixed, linear, square, decode = (float(value) for value in solution)
         return StepCost(request, request_token, fixed, linear, square, decode)
 
 
-_PER_REQUEST_TOKEN = 1
+_PER_REQUEST_TOKEN, _PER_TOKEN = 1, 3
+
+
+def _robust_fit(features: _Array, seconds: _Array, weights: _Array, noise: _Array) -> _Array:
+    """Three rounds, the later ones with outliers held down (Huber): one stalled sample must not bend the curve."""
+    solution = non_negative_least_squares(features, seconds, weights)
+    for _ in range(2):
+        relative = np.abs(features @ solution - seconds) / (seconds + noise)
+        spread = max(0.005, 1.5 * float(np.median(relative)))
+        robust = weights * np.minimum(1.0, spread / np.maximum(relative, 1e-9))
+        solution = non_negative_least_squares(features, seconds, robust)
+    return solution
 
 
 def _features(sample: PrefillSample) -> tuple[float, ...]:
@@ -206,7 +217,11 @@ def _default_cost(policy: LearningPolicy) -> StepCost:
 
 
 def non_negative_least_squares(features: _Array, values: _Array, weights: _Array) -> _Array:
-    """Exact weighted least squares with no negative coefficient, by trying every set of active columns.
+    """Weighted least squares with no negative coefficient, by trying every set of active columns.
+
+    Of sets of different size a mild form of Akaike's criterion chooses: a column that explains no more than noise
+    would is left out, since far from the samples (a giant after small prompts) it would be all noise. The full
+    criterion leaves out too much: that attention grows with the square is known, only the factor is not.
 
     `features` is samples x columns; with six columns that is 63 small solves, done for all sets of one size
     at once. Columns are scaled and a tiny ridge keeps columns that the samples cannot tell apart from blowing up.
@@ -219,7 +234,8 @@ def non_negative_least_squares(features: _Array, values: _Array, weights: _Array
     normal, right = scaled.T @ scaled, scaled.T @ target
     total = float(target @ target)
     columns = features.shape[1]
-    best, best_loss = np.zeros(columns), total
+    best, best_score = np.zeros(columns), np.inf
+    samples = len(values)
     for size in range(1, columns + 1):
         sets = _column_sets(columns, size)
         matrices, sides = normal[sets[:, :, None], sets[:, None, :]], right[sets]
@@ -227,9 +243,11 @@ def non_negative_least_squares(features: _Array, values: _Array, weights: _Array
         losses = total - 2 * (parts * sides).sum(axis=1) + np.einsum("si,sij,sj->s", parts, matrices, parts)
         losses[(parts < 0).any(axis=1)] = np.inf
         winner = int(losses.argmin())
-        # A column must earn its place: equal losses go to the smaller set.
-        if losses[winner] < best_loss * (1 - 1e-6) - 1e-12:
-            best, best_loss = np.zeros(columns), float(losses[winner])
+        # Losses below the floor are rounding errors.
+        loss = max(float(losses[winner]), 1e-10 * total, 1e-300)
+        score = samples * np.log(loss) + size
+        if score < best_score:
+            best, best_score = np.zeros(columns), score
             best[sets[winner]] = parts[winner]
     coefficients: _Array = best / scale
     return coefficients
