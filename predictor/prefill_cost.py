@@ -122,6 +122,8 @@ class PrefillCost:
         # By length, in powers of two: a thousand requests alike must not push out what is known of others.
         self._octaves: dict[int, deque[tuple[int, PrefillSample]]] = {}
         self._taken = 0
+        self._fitted_at = 0
+        self._lengths = 1 << 62, 0  # the shortest and the longest so far
         self._decodes: deque[DecodeSample] = deque(maxlen=self._DECODES_KEPT)
         self.cost = _default_cost(policy)
         self.basis = Basis.DEFAULT
@@ -137,6 +139,7 @@ class PrefillCost:
     def forget(self) -> None:
         """The engine is another than the one that was measured."""
         self._octaves.clear()
+        self._lengths = 1 << 62, 0
         self._decodes.clear()
         self.cost, self.basis = _default_cost(self._policy), Basis.DEFAULT
 
@@ -147,12 +150,11 @@ class PrefillCost:
         self._taken += 1
         octave = self._octaves.setdefault(sample.computed_tokens.bit_length(), deque(maxlen=self._KEPT_PER_OCTAVE))
         octave.append((self._taken, sample))
-        lengths = [known.computed_tokens for _, known in self._known()]
-        spans = max(lengths) >= self._policy.min_length_ratio * min(lengths)
-        if len(lengths) >= self._policy.min_samples and spans:
-            self.cost, self.basis = self._fit_curve(), Basis.CURVE
-        else:
-            self.cost, self.basis = self._fit_rate(), Basis.RATE
+        known = self._lengths
+        self._lengths = min(known[0], sample.computed_tokens), max(known[1], sample.computed_tokens)
+        # A fit takes up to a millisecond; what one more sample among many changes can wait for others.
+        if self._lengths != known or self._taken - self._fitted_at >= self.samples // _SAMPLES_PER_FIT:
+            self._fit()
         return True
 
     def add_decode(self, sample: DecodeSample) -> None:
@@ -162,6 +164,15 @@ class PrefillCost:
 
     def _known(self) -> list[tuple[int, PrefillSample]]:
         return [numbered for octave in self._octaves.values() for numbered in octave]
+
+    def _fit(self) -> None:
+        self._fitted_at = self._taken
+        lengths = [sample.computed_tokens for _, sample in self._known()]
+        spans = max(lengths) >= self._policy.min_length_ratio * min(lengths)
+        if len(lengths) >= self._policy.min_samples and spans:
+            self.cost, self.basis = self._fit_curve(), Basis.CURVE
+        else:
+            self.cost, self.basis = self._fit_rate(), Basis.RATE
 
     def _fit_rate(self) -> StepCost:
         known = [sample for _, sample in self._known()]
@@ -194,6 +205,7 @@ class PrefillCost:
 
 
 _PER_REQUEST_TOKEN, _PER_TOKEN = 1, 3
+_SAMPLES_PER_FIT = 16
 
 
 def _robust_fit(features: _Array, seconds: _Array, weights: _Array, noise: _Array) -> _Array:

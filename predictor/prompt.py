@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+MAX_BLOCK_SIZE = 4096  # tokens
+
 Tokens = npt.NDArray[np.uint32]
 BlockHashes = npt.NDArray[np.uint64]
 
 _FMIX_1 = np.uint64(0xFF51AFD7ED558CCD)
 _FMIX_2 = np.uint64(0xC4CEB9FE1A85EC53)
 _MIX = np.uint64(0x9FB21C651E98DF25)
-_S29, _S33 = np.uint64(29), np.uint64(33)
+_S32, _S33 = np.uint64(32), np.uint64(33)
 _MASK = (1 << 64) - 1
 
 
@@ -62,7 +64,7 @@ class BlockHasher:
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
-        odd = rng.integers(0, 1 << 63, size=514, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        odd = rng.integers(0, 1 << 63, size=2 + MAX_BLOCK_SIZE, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
         self._factor = int(odd[0])
         self._root = int(odd[1])
         self._word_factors = odd[2:]
@@ -122,12 +124,15 @@ class BlockHasher:
             words = np.ascontiguousarray(tokens, np.uint32).view(np.uint64).reshape(-1, block_size // 2)
         else:
             words = tokens.astype(np.uint64).reshape(-1, block_size)
-        mixed = np.full(len(words), self._root ^ block_size, np.uint64)
-        factors = self._word_factors
-        for column in range(words.shape[1]):
-            mixed = (mixed ^ (words[:, column] * factors[column % len(factors)])) * _MIX
-            mixed ^= mixed >> _S29
-        return _fmix(mixed)
+        # All words at once, each mixed with a factor of its place: numpy's calls are what a small prompt, or an event
+        # of one block, costs most. The first shift lets a word's highest bits reach all of the product.
+        mixed = words ^ (words >> _S32)
+        mixed *= self._word_factors[: words.shape[1]]
+        mixed ^= mixed >> _S32
+        mixed *= _MIX
+        total: BlockHashes = mixed.sum(axis=1, dtype=np.uint64)
+        total ^= np.uint64(self._root ^ block_size)
+        return _fmix(total)
 
     def _powers_up_to(self, count: int) -> tuple[BlockHashes, BlockHashes]:
         known = self._powers
@@ -150,7 +155,10 @@ def _powers(base: int, size: int) -> BlockHashes:
 
 
 def _fmix(values: BlockHashes) -> BlockHashes:
-    """MurmurHash3's 64-bit finaliser (public domain)."""
-    values = (values ^ (values >> _S33)) * _FMIX_1
-    values = (values ^ (values >> _S33)) * _FMIX_2
-    return values ^ (values >> _S33)
+    """MurmurHash3's 64-bit finaliser (public domain), in place."""
+    values ^= values >> _S33
+    values *= _FMIX_1
+    values ^= values >> _S33
+    values *= _FMIX_2
+    values ^= values >> _S33
+    return values

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from predictor.engines.vllm import Queue, Sequence, Settings, Step, room_beside, schedule
@@ -40,6 +40,11 @@ class Timeline:
     ready_s: float  # when the step after the listed ones begins
     room_after: int
     step_after_s: float
+
+    def beginning_at(self, begins_s: float) -> Timeline:
+        return Timeline(
+            begins_s, self.starts_s, self.ends_s, self.room_by_end, self.ready_s, self.room_after, self.step_after_s
+        )
 
     def finish_s(self, tokens: int) -> float:
         """When `tokens` of a newcomer would be prefilled, without what computing them costs; absolute seconds."""
@@ -173,7 +178,7 @@ class Shadow:
         if self._timeline is None:
             self._timeline = run_forward(self._queue, self._step, self._settings, self._cost, begins_s)
         elif self._timeline.begins_s != begins_s:
-            self._timeline = replace(self._timeline, begins_s=begins_s)
+            self._timeline = self._timeline.beginning_at(begins_s)
         return self._timeline
 
     def _loaded(self) -> _Load:

@@ -23,7 +23,7 @@ class Why(enum.Enum):
     """Why the chosen worker won."""
 
     FASTEST = "fastest"
-    CACHE = "cache"  # it would have lost without the prefix it holds
+    CACHE = "cache"  # without the prefix it holds it would not have won, or would take more than twice as long
     SHORTER_QUEUE = "shorter_queue"  # it would have lost if nobody were waiting anywhere
     LEARNING = "learning"  # idle, and has yet to learn
     ONLY = "only"  # there is no other
@@ -96,8 +96,10 @@ def _reason(winner: Candidate, race: Sequence[Candidate]) -> Why:
         return candidate.forecast.ttft_s - candidate.forecast.wait_s
 
     rivals = [candidate for candidate in race if candidate is not winner]
-    if winner.forecast.cached_tokens and any(cold_s(rival) < cold_s(winner) for rival in rivals):
-        return Why.CACHE
+    if winner.forecast.cached_tokens:
+        lost = any(cold_s(rival) <= cold_s(winner) + _TIE_S for rival in rivals)
+        if lost or cold_s(winner) > 2 * winner.forecast.ttft_s:
+            return Why.CACHE
     if any(unqueued_s(rival) + _TIE_S < unqueued_s(winner) for rival in rivals):
         return Why.SHORTER_QUEUE
     return Why.FASTEST

@@ -82,8 +82,9 @@ def test_why_says_what_made_the_difference() -> None:
     # b would be faster if nobody waited there.
     assert winner(candidate("a", 0.5, 2.0), candidate("b", 9.0, 1.0)) == ("a", Why.SHORTER_QUEUE)
     assert winner(candidate("a", 0.5, 1.0), candidate("b", 0.5, 2.0)) == ("a", Why.FASTEST)
-    # It holds a prefix, and would have won without it.
-    assert winner(candidate("a", 0.0, 0.1, 900, 1.0), candidate("b", 5.0, 1.0)) == ("a", Why.FASTEST)
+    # It holds a prefix, and would have won without it: a small one is not worth a word, a large one is.
+    assert winner(candidate("a", 0.0, 0.9, 90, 1.0), candidate("b", 5.0, 1.0)) == ("a", Why.FASTEST)
+    assert winner(candidate("a", 0.0, 0.1, 900, 1.0), candidate("b", 5.0, 1.0)) == ("a", Why.CACHE)
     assert winner(candidate("a"), candidate("new", 99.0, learned=False)) == ("new", Why.LEARNING)
 
 
