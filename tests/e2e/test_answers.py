@@ -5,8 +5,6 @@ import hashlib
 import io
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -227,14 +225,3 @@ async def test_the_openai_client_streams(bench: Bench) -> None:
     # The filter read the same usage, out of Envoy's access log.
     await bench.settled()
     assert await bench.metric("headway_cache_estimates_total", verdict="right") > 0
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-async def test_curl_gets_a_stream(bench: Bench) -> None:
-    command = ["curl", "-sSi", "--max-time", "20", bench.stack.url + CHAT, "-d", as_json(chat()).decode()]
-    ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    head, _, body = ended.stdout.partition("\r\n\r\n" if "\r\n\r\n" in ended.stdout else "\n\n")
-    assert "200 OK" in head
-    assert "x-headway-worker: a" in head
-    assert body.endswith("data: [DONE]\n\n")
