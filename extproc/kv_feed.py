@@ -158,6 +158,8 @@ class KvFeed:
             batch = decode_batch(payload)
         except MalformedBatch:
             self._metrics.kv_batches.labels(self._worker, "malformed").inc()
+            # Whatever it stored or removed is missing from the view now.
+            self._fleet.set_trusted(self._worker, trusted=False)
             return
         self._fleet.apply(self._worker, batch)
         self._metrics.kv_batches.labels(self._worker, "applied").inc()

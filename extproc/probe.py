@@ -95,8 +95,10 @@ class Probe:
         asked_at_s = self._clock()
         try:
             async with session.get(self._url) as response:
-                response.raise_for_status()
-                text = await _page(response)
+                if response.status >= 500:
+                    response.raise_for_status()
+                # An engine that shows no metrics is there all the same.
+                text = await _page(response) if response.status == 200 else b""
         except (aiohttp.ClientError, TimeoutError, OSError):
             self._failures += 1
             self._metrics.probes.labels(self._worker, "failed").inc()

@@ -26,7 +26,7 @@ from predictor.queue_replay import Shadow
 from predictor.routing import Candidate, Why, choose
 
 _RECENT_GRANTS = 50
-# An engine that reports nothing in progress twice has ended every ticket that it must have seen before the first.
+# What is booked may take so long to show in an engine's own count.
 _EVIDENCE_GRACE_S = 5.0
 # Fewer steps tell little: the end is seen a millisecond late.
 _MIN_OUTPUT_TOKENS = 8
@@ -152,7 +152,7 @@ class _Worker:
     tickets: dict[str, Ticket] = field(default_factory=dict)
     backing_off_until_s: float = 0.0  # the engine has said that it is full
     foreign_load: bool = False  # the engine has more in progress than came through us
-    idle_seen_at_s: float | None = None  # when the engine was last seen with nothing in progress; None: busy since
+    load_seen: tuple[float, int] | None = None  # when the engine was last asked, and what it had in progress
 
 
 @dataclass(slots=True)
@@ -315,19 +315,19 @@ class Fleet:
     def observe_load(self, worker: str, in_progress: int, asked_at_s: float, now_s: float) -> list[Ticket]:
         """Takes in an engine's own count of requests in progress; returns tickets that it shows to have ended.
 
-        Ends are reported by Envoy. Where its access log stays silent, an engine that twice has nothing in progress
-        has ended every ticket that was booked well before the first of the two.
+        Ends are reported by Envoy. Where its access log stays silent, an engine that twice has fewer in progress than
+        are booked has ended the oldest of them. Only those are taken that were booked well before the first of the two,
+        and whose stream is over: a request that is still waiting for its first token is seen to be alive.
         """
         known = self._pool_of[worker].workers[worker]
         known.foreign_load = in_progress > len(known.tickets)
-        if in_progress > 0:
-            known.idle_seen_at_s = None
+        earlier, known.load_seen = known.load_seen, (asked_at_s, in_progress)
+        if earlier is None:
             return []
-        earlier_s, known.idle_seen_at_s = known.idle_seen_at_s, asked_at_s
-        if earlier_s is None:
-            return []
-        limit_s = earlier_s - _EVIDENCE_GRACE_S
-        ended = [ticket for ticket in known.tickets.values() if ticket.booked_at_s < limit_s]
+        limit_s = earlier[0] - _EVIDENCE_GRACE_S
+        settled = [t for t in known.tickets.values() if t.first_token_at_s is not None or not t.wish.streaming]
+        aged = sorted((t for t in settled if t.booked_at_s < limit_s), key=lambda ticket: ticket.booked_at_s)
+        ended = aged[: max(0, len(aged) - max(in_progress, earlier[1]))]
         for ticket in ended:
             self.finish(ticket.id, Usage(), now_s)
         return ended

@@ -188,6 +188,7 @@ async def test_garbage_is_an_answer_without_news(watched: Watched) -> None:
 async def test_an_engine_with_nothing_to_do_has_ended_its_old_tickets(watched: Watched) -> None:
     async with EnginePage(IDLE) as engine:
         watched.book("old")
+        watched.filter.fleet.first_token("old", None, watched.clock())
         watched.clock.advance(60)
         watched.book("new")
         watched.watch(engine.endpoint)

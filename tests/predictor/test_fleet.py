@@ -283,9 +283,15 @@ def test_one_served_by_an_endpoint_nobody_knows_stays_where_it_was_booked() -> N
     assert bench.fleet.in_flight == 0
 
 
+def decoding(bench: Bench, now_s: float) -> Ticket:
+    ticket = bench.grant(100, now_s)
+    assert bench.fleet.first_token(ticket.id, None, now_s + 0.1) is not None
+    return ticket
+
+
 def test_an_engine_that_is_seen_empty_twice_has_ended_what_was_booked_well_before() -> None:
     bench = Bench(1)
-    old, young = bench.grant(100, 0.0), bench.grant(100, 96.0)
+    old, young = decoding(bench, 0.0), decoding(bench, 96.0)
     assert bench.fleet.observe_load("w0", 0, asked_at_s=100.0, now_s=100.1) == []
     assert bench.fleet.in_flight == 2
     assert bench.fleet.observe_load("w0", 0, asked_at_s=105.0, now_s=105.1) == [old]
@@ -293,12 +299,32 @@ def test_an_engine_that_is_seen_empty_twice_has_ended_what_was_booked_well_befor
     assert bench.views()["w0"]["in_flight"] == 1
 
 
-def test_one_sign_of_life_between_makes_the_evidence_start_anew() -> None:
+def test_a_request_that_waits_for_its_first_token_is_alive_whatever_the_engine_shows() -> None:
     bench = Bench(1)
     bench.grant(100, 0.0)
+    plain = bench.grant(100, 0.0, streaming=False)
+    for at_s in (100.0, 105.0, 110.0):
+        bench.fleet.observe_load("w0", 0, at_s, at_s)
+    assert bench.fleet.in_flight == 1
+    assert bench.fleet.ticket(plain.id) is None
+
+
+def test_one_sign_of_life_between_makes_the_evidence_start_anew() -> None:
+    bench = Bench(1)
+    decoding(bench, 0.0)
     for in_progress, at_s in ((0, 100.0), (1, 105.0), (0, 110.0)):
         assert bench.fleet.observe_load("w0", in_progress, at_s, at_s) == []
     assert len(bench.fleet.observe_load("w0", 0, 115.0, 115.0)) == 1
+
+
+def test_an_engine_with_fewer_in_progress_than_are_booked_has_ended_the_oldest() -> None:
+    bench = Bench(1)
+    old = [decoding(bench, float(number)) for number in range(5)]
+    assert bench.fleet.observe_load("w0", 2, 100.0, 100.0) == []
+    assert bench.fleet.observe_load("w0", 3, 105.0, 105.0) == old[:2]
+    assert bench.fleet.observe_load("w0", 3, 110.0, 110.0) == []
+    assert bench.fleet.observe_load("w0", 0, 115.0, 115.0) == []
+    assert bench.fleet.observe_load("w0", 0, 120.0, 120.0) == old[2:]
 
 
 def test_tickets_older_than_any_request_are_released_and_only_those() -> None:
