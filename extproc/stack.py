@@ -39,6 +39,7 @@ _EXIT_INTERRUPTED = 130
 _LISTENER, _ENVOY_ADMIN, _FILTER = 8080, 9901, 9002
 # Below the ports that the kernel lends to outgoing connections (from 32,768): one that is free now stays free.
 _PORTS = range(20_000, 32_000)
+_ports_in_turn = itertools.cycle(random.sample(_PORTS, k=len(_PORTS)))
 
 
 class StackFault(OSError):
@@ -115,7 +116,8 @@ class Child:
 
 class Stack:
     """Starts and stops the parts. `overrides` is merged into the filter's config file, `pool` into its one pool, and
-    `change_envoy` may change Envoy's config in place before it is written."""
+    `change_envoy` may change Envoy's config in place before it is written. `envoy_file` names the file of `envoy/`
+    that it is made from."""
 
     def __init__(
         self,
@@ -124,12 +126,14 @@ class Stack:
         overrides: Mapping[str, Any] | None = None,
         pool: Mapping[str, Any] | None = None,
         change_envoy: Callable[[dict[str, Any]], None] | None = None,
+        envoy_file: str = "envoy.yaml",
     ) -> None:
         self.folder = folder
         self.specs = tuple(engines)
         self.overrides = dict(overrides or {})
         self.pool = dict(pool or {})
         self.change_envoy = change_envoy
+        self.envoy_file = envoy_file
         self.engines: dict[str, Child] = {}
         self.filter: Child | None = None
         self.envoy: Child | None = None
@@ -245,9 +249,9 @@ class Stack:
         return {**config, **self.overrides}
 
     def _envoy_config(self) -> dict[str, Any]:
-        """envoy/envoy.yaml with the ports of this stack, and as many engines as it has."""
+        """The file of `envoy/` with the ports of this stack, and as many engines as it has."""
         ports = {_LISTENER: self.listener_port, _ENVOY_ADMIN: self.envoy_admin_port, _FILTER: self.grpc_port}
-        config: dict[str, Any] = _with_ports(yaml.safe_load(envoy_config_path().read_text()), ports)
+        config: dict[str, Any] = _with_ports(yaml.safe_load(envoy_config_path(self.envoy_file).read_text()), ports)
         engines = next(c for c in config["static_resources"]["clusters"] if c["name"] == "engines")
         addresses = [{"address": "127.0.0.1", "port_value": self.engine_port(spec.name)} for spec in self.specs]
         engines["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
@@ -356,13 +360,13 @@ def find_envoy() -> str:
     )
 
 
-def envoy_config_path() -> Path:
-    """envoy/envoy.yaml of this checkout, or the copy in an installed wheel."""
+def envoy_config_path(name: str = "envoy.yaml") -> Path:
+    """A file of `envoy/` in this checkout, or the copy in an installed wheel."""
     here = Path(__file__).resolve().parent
-    for path in (here / "stack_files" / "envoy.yaml", here.parent / "envoy" / "envoy.yaml"):
+    for path in (here / "stack_files" / name, here.parent / "envoy" / name):
         if path.exists():
             return path
-    raise StackFault("envoy.yaml is missing from this installation")
+    raise StackFault(f"{name} is missing from this installation")
 
 
 def simulator_folder() -> Path:
@@ -374,8 +378,11 @@ def simulator_folder() -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on right now. StackFault if there are none."""
-    ports = list(itertools.islice(filter(_is_free, random.sample(_PORTS, k=len(_PORTS))), count))
+    """Loopback ports that nobody listens on right now. StackFault if there are none.
+
+    None is handed out twice until all have been: who asked for one may not have bound it yet.
+    """
+    ports = list(itertools.islice(filter(_is_free, itertools.islice(_ports_in_turn, len(_PORTS))), count))
     if len(ports) < count:
         raise StackFault(f"fewer than {count} free ports from {_PORTS.start} to {_PORTS.stop - 1}")
     return ports
