@@ -80,8 +80,8 @@ class App:
         self._zmq = zmq.asyncio.Context()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> dict[str, object]:
-        """Starts everything, and returns the addresses that it listens on."""
+    async def start(self) -> tuple[int, int]:
+        """Starts everything, and returns the ports that it listens on: gRPC and admin."""
         for pool in self._config.pools:
             for worker in pool.workers:
                 self._join(pool.name, worker)
@@ -89,9 +89,9 @@ class App:
         admin_host, admin_port = _host_port(self._config.listen.admin)
         admin_port = await self._admin.start(admin_host, admin_port)
         grpc_port = await self._server.start(self._config.listen.grpc)
-        listening: dict[str, object] = {"grpc_port": grpc_port, "admin_port": admin_port}
-        self._log("listening", **listening, pools=[pool.name for pool in self._config.pools])
-        return listening
+        pools = [pool.name for pool in self._config.pools]
+        self._log("listening", grpc_port=grpc_port, admin_port=admin_port, pools=pools)
+        return grpc_port, admin_port
 
     async def stop(self) -> None:
         """Drains: no new requests, then the open ones see their first token, then everything else ends."""
@@ -124,8 +124,12 @@ class App:
                 self._metrics,
                 self._engine_ended,
                 self._clock,
+                self._engine_up,
             )
             self._keep_running("probe", probe.run())
+
+    def _engine_up(self, worker: str, up: bool) -> None:
+        self._log("engine_up" if up else "engine_down", worker=worker)
 
     def _engine_ended(self, tickets: list[Ticket]) -> None:
         self._ledger.given_up(tickets, "engine")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import importlib.metadata
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import uvloop
 
-from extproc.config import BadConfig, Config, load_config
+from extproc.config import BadConfig, Config, load_config, notes
 from extproc.model_files import BadModelFiles, load_pool_text
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="headway",
         description="Routes or refuses LLM requests behind Envoy by their predicted time to first token.",
     )
+    parser.add_argument("--version", action="version", version=f"headway {importlib.metadata.version('headway')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="run the filter")
     check = commands.add_parser("check", help="check a config file and say every fault with its place")
@@ -39,10 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "check":
                 return _check(chosen.config)
             case _:
-                # Its needs are an extra.
-                from extproc.stack import run_stack
-
-                return run_stack(scene=chosen.scene or chosen.once, once=chosen.once)
+                return _stack(scene=chosen.scene or chosen.once, once=chosen.once)
     except (BadConfig, BadModelFiles) as fault:
         print(fault, file=sys.stderr)
         return EXIT_USAGE
@@ -51,6 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_OK
+
+
+def _stack(scene: bool, once: bool) -> int:
+    try:
+        # Their needs are an extra.
+        import rich  # noqa: F401
+
+        from extproc.stack import run_stack
+    except ModuleNotFoundError as missing:
+        print(f"headway stack needs the package {missing.name}: pip install 'headway[stack]'", file=sys.stderr)
+        return EXIT_FAILED
+    return run_stack(scene, once)
 
 
 def _check(path: Path) -> int:
@@ -66,6 +77,8 @@ def _check(path: Path) -> int:
         return EXIT_USAGE
     workers = sum(len(pool.workers) for pool in config.pools)
     print(f"{path}: good: {len(config.pools)} pool(s), {workers} worker(s)")
+    for note in notes(config):
+        print(f"note: {note}")
     return EXIT_OK
 
 
@@ -84,7 +97,9 @@ async def _serve(config: Config) -> int:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-    print(f"headway: ext_proc on {config.listen.grpc}, admin on {config.listen.admin} ({listening})", flush=True)
+    hosts = (address.rpartition(":")[0] for address in (config.listen.grpc, config.listen.admin))
+    grpc, admin = (f"{host}:{port}" for host, port in zip(hosts, listening, strict=True))
+    print(f"headway: ext_proc on {grpc}, admin on {admin}", flush=True)
     await stopping.wait()
     await app.stop()
     return EXIT_OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ _SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=_YEAR_S)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _PORT = r"([0-9]{1,4}|[1-5][0-9]{4}|6([0-4][0-9]{3}|5([0-4][0-9]{2}|5([0-2][0-9]|3[0-5]))))"
 _HostPort = Annotated[str, msgspec.Meta(pattern=rf"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):{_PORT}$")]
-_Zmq = Annotated[str, msgspec.Meta(pattern=r"^(tcp|ipc)://[^\s*]+$")]
+_Zmq = Annotated[str, msgspec.Meta(pattern=r"^(tcp://[^\s*]+:[0-9]{1,5}|ipc://[^\s*]+)$")]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 
@@ -222,7 +223,7 @@ def _field_faults(value: object, kind: Any, place: str) -> Iterator[tuple[str, s
 
 
 def _plain(problem: str) -> str:
-    if "matching regex" in problem and "tcp|ipc" in problem:
+    if "matching regex" in problem and "ipc://" in problem:
         return "expected a ZMQ address to connect to, such as tcp://host:5557 (no *)"
     if "matching regex" in problem:
         return "expected host:port"
@@ -270,3 +271,38 @@ def _line(tree: yaml.Node | None, path: str) -> int:
             break
         node = following
     return line
+
+
+# Envoy's message_timeout in envoy/envoy.yaml is 1 s.
+_LATEST_DEADLINE_S = 0.6
+
+
+def notes(config: Config) -> Iterator[str]:
+    """What is allowed, and will hardly be meant: each in words, with its place."""
+    if config.listen.grpc.rpartition(":")[2] == config.listen.admin.rpartition(":")[2]:
+        yield "listen: grpc and admin have the same port"
+    if config.tokenization.deadline_s > _LATEST_DEADLINE_S:
+        yield "tokenization.deadline_s: must stay well below Envoy's message_timeout, or decisions come too late"
+    if not config.pools:
+        yield "pools: there are none, so that every request is passed on"
+    for pool in config.pools:
+        place = f"pool {pool.name!r}"
+        if not pool.workers:
+            yield f"{place}: without workers its requests are answered with 503"
+        if pool.tokenizer is None:
+            yield f"{place}: without a tokenizer prompts are estimated, and caches are not credited"
+        for worker in pool.workers:
+            if worker.kv_events is None:
+                yield f"{place}, worker {worker.name!r}: without kv_events its cache is not known"
+            elif worker.kv_replay is None:
+                yield f"{place}, worker {worker.name!r}: without kv_replay lost events cannot be made good"
+            if not _is_address(worker.endpoint):
+                yield f"{place}, worker {worker.name!r}: Envoy knows endpoints by address, not by name"
+
+
+def _is_address(endpoint: str) -> bool:
+    try:
+        ipaddress.ip_address(endpoint.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    return True

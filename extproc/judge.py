@@ -17,6 +17,9 @@ from extproc.request_reader import RequestReader, UndecodableBody
 from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
 from extproc.wishes import BOUND_HEADER, BadWish, queue_wait_bound
 from predictor.fleet import Decision, Fleet, Grant, NoWorker, Refusal, Wish
+from predictor.forecast import Forecast
+
+_LOGGED_CANDIDATES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class Judge:
                     "overhead_s": round(priced.overhead_s, 4),
                     "cached_tokens": priced.cached_tokens,
                     "basis": priced.basis.value,
-                    "candidates": {f.worker: round(f.ttft_s, 4) for f in forecasts},
+                    "candidates": _parts(forecasts),
                 }
             case Refusal(reason, _, retry, best, forecasts):
                 self._metrics.decisions.labels(pool.name, "refused").inc()
@@ -145,12 +148,26 @@ class Judge:
                     "reason": reason.value,
                     "retry_after_s": round(retry.told_s, 3),
                     "best_wait_s": round(best.queue_wait_s, 4),
-                    "candidates": {f.worker: round(f.ttft_s, 4) for f in forecasts},
+                    "candidates": _parts(forecasts),
                 }
             case NoWorker():
                 self._metrics.decisions.labels(pool.name, "no_worker").inc()
                 fields["outcome"] = "no_worker"
         self._log("decision", **fields)
+
+
+def _parts(forecasts: tuple[Forecast, ...]) -> dict[str, dict[str, float]]:
+    """The best few, with what their forecasts are made of."""
+    best = sorted(forecasts, key=lambda forecast: forecast.ttft_s)[:_LOGGED_CANDIDATES]
+    return {
+        priced.worker: {
+            "ttft_s": round(priced.ttft_s, 4),
+            "wait_s": round(priced.wait_s, 4),
+            "prefill_s": round(priced.prefill_s, 4),
+            "cached_tokens": priced.cached_tokens,
+        }
+        for priced in best
+    }
 
 
 def _subset(metadata: Metadata) -> frozenset[str] | None:

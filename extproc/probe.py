@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 
 import aiohttp
 
@@ -74,7 +75,10 @@ class Probe:
         metrics: Metrics,
         on_ended: Callable[[list[Ticket]], None],
         clock: Callable[[], float],
+        on_up: Callable[[str, bool], None] = lambda worker, up: None,
     ) -> None:
+        self._on_up = on_up
+        self._up = True
         self._worker = worker
         self._url = f"http://{endpoint}/metrics"
         self._settings = settings
@@ -95,20 +99,26 @@ class Probe:
         asked_at_s = self._clock()
         try:
             async with session.get(self._url) as response:
-                if response.status >= 500:
+                if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                     response.raise_for_status()
                 # An engine that shows no metrics is there all the same.
-                text = await _page(response) if response.status == 200 else b""
+                text = await _page(response) if response.status == HTTPStatus.OK else b""
         except (aiohttp.ClientError, TimeoutError, OSError):
             self._failures += 1
             self._metrics.probes.labels(self._worker, "failed").inc()
             if self._failures >= _FAILURES_UNTIL_DOWN:
-                self._fleet.set_up(self._worker, up=False)
+                self._set_up(False)
             return
         self._failures = 0
         self._metrics.probes.labels(self._worker, "ok").inc()
-        self._fleet.set_up(self._worker, up=True)
+        self._set_up(True)
         self._take_in(read_vllm_metrics(text), asked_at_s)
+
+    def _set_up(self, up: bool) -> None:
+        self._fleet.set_up(self._worker, up)
+        if up != self._up:
+            self._up = up
+            self._on_up(self._worker, up)
 
     def _take_in(self, state: EngineState, asked_at_s: float) -> None:
         reported = replace(

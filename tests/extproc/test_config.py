@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.config import BadConfig, Config, EngineSettings, load_config, parse_config
+from extproc.config import BadConfig, Config, EngineSettings, load_config, notes, parse_config
 from predictor.engines.vllm import Settings
 
 GOOD = """\
@@ -333,3 +333,29 @@ def test_any_text_is_a_config_or_a_bad_one(text: str) -> None:
 @given(st.integers(0, len(GOOD)), st.integers(0, 30), st.text("{}[]:-\n &*!a1", max_size=4))
 def test_a_damaged_file_is_a_config_or_a_bad_one(at: int, lost: int, noise: str) -> None:
     parsed_or_bad(GOOD[:at] + noise + GOOD[at + lost :])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("listen: {grpc: 127.0.0.1:1, admin: 127.0.0.1:1}", "the same port"),
+        ("tokenization: {deadline_s: 3}", "well below Envoy's message_timeout"),
+        ("{}", "every request is passed on"),
+        ("pools: [{name: p}]", "answered with 503"),
+        ("pools: [{name: p, workers: [{name: w, endpoint: engine-a:80}]}]", "by address, not by name"),
+        ("pools: [{name: p, workers: [{name: w, endpoint: 10.0.0.1:80}]}]", "without kv_events"),
+        ("pools: [{name: p, workers: [{name: w, endpoint: 10.0.0.1:80, kv_events: tcp://h:1}]}]", "without kv_replay"),
+    ],
+)
+def test_what_is_allowed_and_hardly_meant_is_noted(text: str, said: str) -> None:
+    assert any(said in note for note in notes(parse_config(text, "f.yaml")))
+
+
+def test_an_address_in_brackets_is_one() -> None:
+    text = "pools: [{name: p, tokenizer: t, workers: [{name: w, endpoint: '[::1]:80', kv_events: tcp://h:1, kv_replay: tcp://h:2}]}]"
+    assert list(notes(parse_config(text, "f.yaml"))) == []
+
+
+def test_a_zmq_address_needs_its_port() -> None:
+    (fault,) = faults("pools: [{name: p, workers: [{name: w, endpoint: 10.0.0.1:80, kv_events: tcp://10.0.0.1}]}]")
+    assert "expected a ZMQ address" in fault
