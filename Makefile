@@ -1,4 +1,4 @@
-.PHONY: run test check bench test-engine proto clean
+.PHONY: run test check bench test-engine chaos proto clean
 BIN := .venv/bin
 
 # The stamps: a venv is brought up to date when pyproject.toml changes, and only then.
@@ -29,6 +29,10 @@ bench: .venv/.installed-dev
 test-engine: .venv/.installed-dev
 	sh tests/engine/setup.sh
 	$(BIN)/python -m pytest tests/engine --run-engine $(ARGS)
+
+# Ten minutes of random kills, stops and restarts under traffic. MINUTES=2 for less.
+chaos: .venv/.installed-dev
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10)
 
 proto: .venv/.installed-dev
 	$(BIN)/python scripts/generate_pb.py

@@ -17,6 +17,7 @@ from enginesim.admin import Admin
 from enginesim.cli import cost_settings, parse, scheduler_settings
 from enginesim.completions import Completions
 from enginesim.engine import Engine
+from enginesim.faults import Faults
 from enginesim.kv_publisher import KvPublisher
 from enginesim.pages import Pages
 from enginesim.sampling import WordSampler
@@ -50,6 +51,7 @@ async def _serve(options: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    faults = Faults()
     publisher = KvPublisher(
         options.host,
         options.kv_events_port,
@@ -57,11 +59,15 @@ async def _serve(options: argparse.Namespace) -> None:
         options.kv_events_topic,
         options.event_format,
         options.buffer_steps,
+        faults,
     )
     try:
         engine = _make_engine(options, publisher)
         runner = web.AppRunner(
-            _make_app(options, engine), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+            _make_app(options, engine, faults),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=SHUTDOWN_S,
         )
         await runner.setup()
         try:
@@ -86,15 +92,16 @@ def _make_engine(options: argparse.Namespace, publisher: KvPublisher) -> Engine:
     return Engine(scheduler, StepTime(cost_settings(options)), publisher)
 
 
-def _make_app(options: argparse.Namespace, engine: Engine) -> web.Application:
+def _make_app(options: argparse.Namespace, engine: Engine, faults: Faults) -> web.Application:
     completions = Completions(
         engine,
         Tokenizer.load(MODEL_FOLDER),
         options.model,
         options.tokens_per_request_default,
         options.prompt_tokens_details,
+        faults,
     )
-    return make_app(completions, Pages(engine, options.model), Admin(engine), options.name)
+    return make_app(completions, Pages(engine, options.model), Admin(engine, faults), faults, options.name)
 
 
 def _announce(runner: web.AppRunner, publisher: KvPublisher) -> None:

@@ -5,17 +5,26 @@ from aiohttp import web
 from enginesim.api_errors import bad_request
 from enginesim.api_requests import SpeedBody, decode
 from enginesim.engine import Engine
+from enginesim.faults import FaultPages, Faults
 
 
 class Admin:
-    """Handlers that look into the engine or trouble it. A new fault is a handler here and a line in `routes`."""
+    """Handlers that look into the engine or trouble it. A new fault is a field of `FaultSettings`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, faults: Faults) -> None:
         self._engine = engine
+        self._faults = FaultPages(faults)
 
     def routes(self) -> list[web.RouteDef]:
         """All of `/sim/`."""
-        return [web.get("/sim/state", self.state), web.post("/sim/speed", self.set_speed)]
+        return [
+            web.get("/sim/state", self.state),
+            web.post("/sim/speed", self.set_speed),
+            web.post("/sim/restart", self.restart),
+            web.get("/sim/faults", self._faults.show),
+            web.post("/sim/faults", self._faults.change),
+            web.delete("/sim/faults", self._faults.clear),
+        ]
 
     async def state(self, http: web.Request) -> web.Response:
         """`GET /sim/state`: counts as of now, not of the last step. `seq` is the next batch's sequence number."""
@@ -25,6 +34,7 @@ class Admin:
                 "running": len(scheduler.running),
                 "waiting": len(scheduler.waiting),
                 "cached_blocks": scheduler.pool.cached_blocks,
+                "distinct_blocks": scheduler.pool.distinct_blocks,
                 "free_blocks": scheduler.pool.free_blocks,
                 "used_blocks": scheduler.pool.used_blocks,
                 "steps": scheduler.totals.steps,
@@ -42,3 +52,9 @@ class Admin:
         except ValueError as error:
             raise bad_request(str(error), "speed") from error
         return web.json_response({"speed": self._engine.step_time.speed})
+
+    async def restart(self, http: web.Request) -> web.Response:
+        """`POST /sim/restart`: as after a crash, in the same process. Requests are cut, the cache is empty, batches
+        are numbered from 0 and nothing is left to replay. Answers when that is done: at the end of the step."""
+        await self._engine.restart()
+        return web.Response()

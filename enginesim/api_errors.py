@@ -18,6 +18,11 @@ class ApiError(Exception):
         """The JSON body."""
         return msgspec.json.encode({"error": self._error})
 
+    def anthropic_body(self) -> bytes:
+        """The same as `/v1/messages` gives it."""
+        error = {"type": self._error["type"], "message": self._error["message"]}
+        return msgspec.json.encode({"type": "error", "error": error})
+
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """400 for a request that is well formed but cannot be served."""
@@ -29,7 +34,7 @@ def unknown_model(model: str) -> ApiError:
     return ApiError(HTTPStatus.NOT_FOUND, "NotFoundError", f"The model `{model}` does not exist.", "model")
 
 
-def invalid_body(error: msgspec.DecodeError, body_bytes: int) -> ApiError:
+def invalid_body(error: Exception, body_bytes: int) -> ApiError:
     """400 for a body that is no JSON, lacks a field, or has one of the wrong type; of type "Bad Request" as in vLLM.
 
     The param is the place, as `body.FIELD` or `body.POSITION`.

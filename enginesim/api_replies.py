@@ -73,9 +73,9 @@ class ChatReply:
         """One token; the last one carries the finish reason."""
         return self._event(index, {"content": text}, finish_reason, {})
 
-    def usage(self, usage: Usage) -> bytes:
-        """The chunk without choices."""
-        return _event({**self._head.fields(self._chunk), "choices": [], "usage": usage.fields()})
+    def closing(self, usage: Usage, wanted: bool) -> bytes:
+        """The chunk without choices, if wanted, and the end marker."""
+        return _openai_closing(self._head.fields(self._chunk), usage, wanted)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The plain answer."""
@@ -114,9 +114,9 @@ class TextReply:
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
         return _event({**self._head.fields(self._object), "choices": [choice]})
 
-    def usage(self, usage: Usage) -> bytes:
-        """The chunk without choices."""
-        return _event({**self._head.fields(self._object), "choices": [], "usage": usage.fields()})
+    def closing(self, usage: Usage, wanted: bool) -> bytes:
+        """The chunk without choices, if wanted, and the end marker."""
+        return _openai_closing(self._head.fields(self._object), usage, wanted)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The plain answer."""
@@ -134,7 +134,66 @@ class TextReply:
         return _whole(self._head.fields(self._object), entries, usage)
 
 
-Reply = ChatReply | TextReply
+class MessagesReply:
+    """Answers of Anthropic's `/v1/messages`: one text block. vLLM makes them of a chat's chunks."""
+
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int] | None) -> bytes:
+        """With the first token, as it is made of the role chunk."""
+        message = {**self._message(), "content": [], "stop_reason": None, "usage": _NO_USAGE}
+        block = {"type": "text", "text": ""}
+        return _named({"type": "message_start", "message": message}) + _named(
+            {"type": "content_block_start", "index": index, "content_block": block}
+        )
+
+    def token(self, index: int, text: str, finish_reason: str | None) -> bytes:
+        """One token."""
+        return _named({"type": "content_block_delta", "index": index, "delta": {"type": "text_delta", "text": text}})
+
+    def closing(self, usage: Usage, wanted: bool) -> bytes:
+        """The end of the block and of the message; usage is always told."""
+        delta = {"stop_reason": "max_tokens", "stop_sequence": None}
+        return (
+            _named({"type": "content_block_stop", "index": 0})
+            + _named({"type": "message_delta", "delta": delta, "usage": _anthropic_usage(usage)})
+            + _named({"type": "message_stop"})
+        )
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The plain answer."""
+        content = [{"type": "text", "text": choice.text} for choice in choices]
+        return msgspec.json.encode(
+            {**self._message(), "content": content, "stop_reason": "max_tokens", "usage": _anthropic_usage(usage)}
+        )
+
+    def _message(self) -> dict[str, Any]:
+        return {"id": self._head.id, "type": "message", "role": "assistant", "model": self._head.model}
+
+
+Reply = ChatReply | TextReply | MessagesReply
+
+_NO_USAGE = {"input_tokens": 0, "output_tokens": 0}
+
+
+def _anthropic_usage(usage: Usage) -> dict[str, int]:
+    """Input is what was neither read from the cache nor written to it, where these are told."""
+    fields = {"output_tokens": usage.completion_tokens}
+    fresh = usage.prompt_tokens
+    if usage.cached_tokens is not None:
+        fresh -= usage.cached_tokens
+        fields["cache_read_input_tokens"] = usage.cached_tokens
+        if usage.created_cache_tokens is not None:
+            fresh -= usage.created_cache_tokens
+            fields["cache_creation_input_tokens"] = usage.created_cache_tokens
+    return {**fields, "input_tokens": max(0, fresh)}
+
+
+def _openai_closing(head: dict[str, Any], usage: Usage, wanted: bool) -> bytes:
+    return (_event({**head, "choices": [], "usage": usage.fields()}) if wanted else b"") + DONE
 
 
 def _whole(head: dict[str, Any], choices: list[dict[str, Any]], usage: Usage) -> bytes:
@@ -144,3 +203,7 @@ def _whole(head: dict[str, Any], choices: list[dict[str, Any]], usage: Usage) ->
 
 def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _named(content: dict[str, Any]) -> bytes:
+    return b"event: %s\n%s" % (str(content["type"]).encode(), _event(content))

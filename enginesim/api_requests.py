@@ -98,7 +98,7 @@ def decode(raw: bytes, shape: type[Body]) -> Body:
     """`raw` as `shape`. ApiError 400 that names the field otherwise."""
     try:
         return msgspec.json.decode(raw, type=shape)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise invalid_body(error, len(raw)) from error
 
 

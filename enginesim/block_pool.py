@@ -40,6 +40,11 @@ class BlockPool:
         """Blocks with registered contents, used or free; duplicates count."""
         return sum(map(len, self._blocks_of_hash.values()))
 
+    @property
+    def distinct_blocks(self) -> int:
+        """Cached contents, each counted once: what a mirror of the events knows of."""
+        return len(self._blocks_of_hash)
+
     def hash_counts(self) -> dict[int, int]:
         """How many blocks hold each registered hash."""
         return {block_hash: len(blocks) for block_hash, blocks in self._blocks_of_hash.items()}

@@ -10,9 +10,10 @@ from typing import Any
 from aiohttp import web
 
 from enginesim.api_errors import bad_request, unknown_model
-from enginesim.api_replies import DONE, ChatReply, Choice, Head, Reply, TextReply, Usage
+from enginesim.api_replies import ChatReply, Choice, Head, Reply, TextReply, Usage
 from enginesim.api_requests import ChatBody, CompletionBody, GenerateBody, TokenizeBody, decode, split_prompts
 from enginesim.engine import Engine
+from enginesim.faults import Answer, Faults, cut
 from enginesim.request import Request
 from enginesim.sampling import content_seed
 from enginesim.scheduler import Output
@@ -34,21 +35,28 @@ class Completions:
         model: str,
         output_tokens_default: int,
         prompt_tokens_details: bool,
+        faults: Faults | None = None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._model = model
         self._output_tokens_default = output_tokens_default
         self._prompt_tokens_details = prompt_tokens_details
+        self._faults = faults or Faults()
         self._ids = itertools.count()
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
         arrived_s = asyncio.get_running_loop().time()
-        body = decode(await http.read(), ChatBody)
+        return await self.converse(http, decode(await http.read(), ChatBody), ChatReply, arrived_s)
+
+    async def converse(
+        self, http: web.Request, body: ChatBody, shape: type[Reply], arrived_s: float
+    ) -> web.StreamResponse:
+        """A chat, answered in the given shape."""
         self._check(body)
         prompt = await self._chat_ids(body, body.messages)
-        return await self._answer(http, ChatReply, body, [prompt], arrived_s)
+        return await self._answer(http, shape, body, [prompt], arrived_s)
 
     async def text(self, http: web.Request) -> web.StreamResponse:
         """`POST /v1/completions`. Each prompt of several is an engine request of its own."""
@@ -114,8 +122,9 @@ class Completions:
             for prompt, limit in zip(prompts, limits, strict=True)
             for choice in range(body.choices)
         ]
-        call = _Call(self._engine, self._tokenizer, requests, shape(head), body, self._prompt_tokens_details)
-        return await call.stream(http, arrived_s) if body.stream else await call.collect(arrived_s)
+        details = self._prompt_tokens_details
+        call = _Call(self._engine, self._tokenizer, requests, shape(head), body, details, self._faults)
+        return await call.stream(http, arrived_s) if body.stream else await call.collect(http, arrived_s)
 
     def _output_limit(self, prompt_tokens: int, body: GenerateBody) -> int:
         longest = self._engine.scheduler.settings.longest_request_tokens
@@ -158,6 +167,7 @@ class _Call:
         reply: Reply,
         body: GenerateBody,
         prompt_tokens_details: bool,
+        faults: Faults,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -165,38 +175,52 @@ class _Call:
         self._reply = reply
         self._body = body
         self._details = prompt_tokens_details
-        self._outputs: asyncio.Queue[Output] = asyncio.Queue()
+        self._faults = faults
+        self._outputs: asyncio.Queue[Output | None] = asyncio.Queue()
 
-    async def collect(self, arrived_s: float) -> web.Response:
+    async def collect(self, http: web.Request, arrived_s: float) -> web.Response:
         """A plain answer when everything is there."""
+        settings = self._faults.now
+        if settings.delay_s:
+            await asyncio.sleep(settings.delay_s)
         unfinished = self._submit(arrived_s)
         try:
             while unfinished:
-                unfinished -= (await self._outputs.get()).finish_reason is not None
+                output = await self._outputs.get()
+                if output is None:
+                    cut(http)
+                else:
+                    unfinished -= output.finish_reason is not None
         finally:
             self._abort()
         choices = [self._choice(request) for request in self._requests]
-        return web.Response(body=self._reply.whole(choices, self._usage()), content_type="application/json")
+        response = web.Response(body=self._reply.whole(choices, self._usage()), content_type="application/json")
+        if settings.gzip:
+            response.enable_compression(web.ContentCoding.gzip)
+        return response
 
     async def stream(self, http: web.Request, arrived_s: float) -> web.StreamResponse:
         """Headers at once, before anything is queued, as vLLM does; then an event for each token."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(http)
+        answer = Answer(http, self._faults)
         try:
+            await answer.begin()
             unfinished = self._submit(arrived_s)
             indexes = {request: index for index, request in enumerate(self._requests)}
             while unfinished:
                 events = bytearray()
                 for output in await self._waiting_outputs():
-                    events += self._events(output, indexes[output.request])
-                    unfinished -= output.finish_reason is not None
-                await response.write(events)
-            await response.write((self._reply.usage(self._usage()) if self._body.wants_usage else b"") + DONE)
+                    if output is None:
+                        cut(http)
+                    else:
+                        events += self._events(output, indexes[output.request])
+                        unfinished -= output.finish_reason is not None
+                await answer.write(bytes(events))
+            await answer.write(self._reply.closing(self._usage(), self._body.wants_usage))
         except ConnectionResetError:
             pass  # the client has gone; aborting below is all there is to do
         finally:
             self._abort()
-        return response
+        return await answer.end()
 
     def _submit(self, arrived_s: float) -> int:
         for request in self._requests:
@@ -207,7 +231,7 @@ class _Call:
         for request in self._requests:
             self._engine.abort(request)
 
-    async def _waiting_outputs(self) -> list[Output]:
+    async def _waiting_outputs(self) -> list[Output | None]:
         outputs = [await self._outputs.get()]
         while not self._outputs.empty():
             outputs.append(self._outputs.get_nowait())
@@ -231,10 +255,11 @@ class _Call:
         block_size = firsts[0].block_size
         cached = sum(request.cached_tokens or 0 for request in firsts)
         full = sum(request.prompt_tokens // block_size * block_size for request in firsts)
+        told = self._faults.cached_tokens(cached)
         return Usage(
             prompt_tokens=sum(request.prompt_tokens for request in firsts),
             completion_tokens=sum(request.output_tokens for request in self._requests),
-            cached_tokens=cached if self._details else None,
+            cached_tokens=told if self._details else None,
             # vLLM tells this of chats only.
-            created_cache_tokens=full - cached if isinstance(self._reply, ChatReply) else None,
+            created_cache_tokens=None if isinstance(self._reply, TextReply) else max(0, full - told),
         )

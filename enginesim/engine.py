@@ -27,13 +27,17 @@ class Engine:
         self.publisher = publisher
         self.gauges = Gauges()
         self.ttft_s = Histogram(TTFT_BOUNDS_S)
-        self._callbacks: dict[Request, Callable[[Output], None]] = {}
+        self._callbacks: dict[Request, Callable[[Output | None], None]] = {}
         self._arrivals_s: dict[Request, float] = {}
         self._aborts: list[Request] = []
         self._wake = asyncio.Event()
+        self._restarted: asyncio.Event | None = None  # somebody waits for it
 
-    def submit(self, request: Request, on_output: Callable[[Output], None], arrived_s: float) -> None:
-        """Queue a request; an idle engine starts a step at once. `arrived_s` is on the event loop's clock."""
+    def submit(self, request: Request, on_output: Callable[[Output | None], None], arrived_s: float) -> None:
+        """Queue a request; an idle engine starts a step at once. `arrived_s` is on the event loop's clock.
+
+        `on_output` gets None if the engine is lost before the request has finished.
+        """
         self.scheduler.add(request)
         self._callbacks[request] = on_output
         self._arrivals_s[request] = arrived_s
@@ -46,11 +50,19 @@ class Engine:
             self._aborts.append(request)
             self._wake.set()
 
+    async def restart(self) -> None:
+        """Lose everything, as in a crash, between two steps."""
+        if self._restarted is None:
+            self._restarted = asyncio.Event()
+        self._wake.set()
+        await self._restarted.wait()
+
     async def run(self) -> None:
         """Step until cancelled."""
         clock = asyncio.get_running_loop().time
         step_start_s = clock()
         while True:
+            self._apply_restart()
             self._apply_aborts()
             if self.scheduler.has_work:
                 step_end_s = await self._step(step_start_s)
@@ -84,6 +96,21 @@ class Engine:
             self.ttft_s.observe(now_s - self._arrivals_s.pop(request))
         if output.finish_reason:
             del self._callbacks[request]
+
+    def _apply_restart(self) -> None:
+        restarted, self._restarted = self._restarted, None
+        if restarted is None:
+            return
+        lost, self._callbacks = self._callbacks, {}
+        self._arrivals_s.clear()
+        self._aborts.clear()
+        self.scheduler = self.scheduler.fresh()
+        self.publisher.restart()
+        self.ttft_s = Histogram(TTFT_BOUNDS_S)
+        self._refresh_gauges()
+        for callback in lost.values():
+            callback(None)
+        restarted.set()
 
     def _apply_aborts(self) -> None:
         aborts, self._aborts = self._aborts, []

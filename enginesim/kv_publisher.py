@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import zmq
 import zmq.asyncio
 
+from enginesim.faults import Faults
 from enginesim.kv_events import EventForm, KvEvent, encode_batch
 
 SEND_HIGH_WATER_BATCHES = 100_000
@@ -38,11 +39,13 @@ class KvPublisher:
         topic: str = "",
         form: EventForm = "map",
         buffer_steps: int = 10_000,
+        faults: Faults | None = None,
     ) -> None:
         self.next_sequence = 0
         self.topic = topic
         self.buffer_steps = buffer_steps
         self._form = form
+        self._faults = faults or Faults()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._context = zmq.Context()
         self._replay_context = zmq.asyncio.Context()
@@ -58,10 +61,26 @@ class KvPublisher:
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Send one batch. Nobody listening is no error."""
-        sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
+        faults = self._faults.now
+        sequence = self.next_sequence + faults.skip_sequences
+        self.next_sequence = sequence + 1
+        faults.skip_sequences = 0
         payload = encode_batch(events, time.time(), self._form)
-        self._publish_socket.send_multipart((self.topic.encode(), sequence.to_bytes(8, "big"), payload))
+        times = 1
+        if faults.drop_batches:
+            faults.drop_batches -= 1
+            times = 0
+        elif faults.duplicate_batches:
+            faults.duplicate_batches -= 1
+            times = 2
+        for _ in range(times):
+            self._publish_socket.send_multipart((self.topic.encode(), sequence.to_bytes(8, "big"), payload))
         self._kept.append((sequence, payload))
+
+    def restart(self) -> None:
+        """Number from 0 and have nothing to replay, like the publisher of a new process. The sockets stay."""
+        self.next_sequence = 0
+        self._kept.clear()
 
     async def serve_replays(self) -> None:
         """Answer replay requests, one at a time, until cancelled. A request that is not three frames gets no answer."""

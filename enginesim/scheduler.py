@@ -74,6 +74,10 @@ class Scheduler:
         """Whether a step would have anything to do."""
         return bool(self.running or self.waiting)
 
+    def fresh(self) -> "Scheduler":
+        """One of the same settings that has seen nothing."""
+        return Scheduler(self.settings, self._sample)
+
     def add(self, request: Request) -> None:
         """Queue a request behind all others. ValueError if it could never fit, or its blocks are not hashed."""
         limit = self.settings.longest_request_tokens

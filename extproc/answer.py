@@ -38,6 +38,7 @@ class AnswerReader:
     def __init__(self) -> None:
         self._line = b""
         self._started = False
+        self._head = b""  # kept until it can be told whether the answer is compressed
         self._inflate: Inflate | None = None
 
     def feed(self, chunk: bytes, status: int | None, end_of_stream: bool) -> AnswerKind | None:
@@ -52,8 +53,9 @@ class AnswerReader:
     def _plain(self, chunk: bytes) -> bytes:
         """The beginning of a gzipped answer, decoded; headers do not reach us, its first bytes tell."""
         if self._inflate is None:
-            if not chunk:
-                return chunk
+            chunk = self._head = self._head + chunk
+            if len(chunk) < len(_GZIP) and _GZIP.startswith(chunk):
+                return b""
             self._inflate = _gunzip() if chunk.startswith(_GZIP) else _as_it_is
         return self._inflate(chunk)
 

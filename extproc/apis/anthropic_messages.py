@@ -1,11 +1,12 @@
 """Anthropic's `/v1/messages`, as vLLM 0.32 turns it into a chat: text only.
 
-Exact for system text and text messages. What the conversion does with tools, thinking and images is not followed yet:
-such prompts are estimated.
+Exact for system text and text messages. What the conversion does with tools, thinking, images, efforts and system
+messages between others is not followed yet: such prompts are estimated.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from extproc.apis.request import (
     OpaquePrompt,
     PromptSource,
     Unreadable,
+    given,
     text_or_none,
     whole,
 )
@@ -31,6 +33,9 @@ class _Body(msgspec.Struct):
     stream: Any = False
     max_tokens: Any = None
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    thinking: Any = None
+    output_config: Any = None
+    chat_template_kwargs: Any = None
     cache_salt: Any = None
     max_queue_wait_s: Any = None
 
@@ -38,6 +43,12 @@ class _Body(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Body)
 # Claude Code's first system block; vLLM leaves it out of the prompt.
 _BILLING = "x-anthropic-billing-header"
+# A block that is not text, or a message of neither the user nor the assistant. Inside of a text the quotes would have
+# backslashes. Each begins with a literal, for which `re` searches fast.
+_OTHER_BLOCK = re.compile(rb'"type"\s*:\s*"(?!text"|ephemeral")')
+_OTHER_ROLE = re.compile(rb'"role"\s*:\s*"(?!user"|assistant")')
+# Our words for what is Anthropic's in others.
+_KINDS = {"service_unavailable_error": "overloaded_error"}
 
 
 def read(body: bytes) -> LlmRequest:
@@ -59,22 +70,37 @@ def read(body: bytes) -> LlmRequest:
 
 
 def _prompt(fields: _Body) -> PromptSource:
-    if not isinstance(fields.tools, msgspec.UnsetType) and fields.tools not in (b"null", b"[]"):
+    tools = given(fields.tools)
+    if tools is not None and bytes(tools) != b"[]":
         return OpaquePrompt()
+    if _changes_the_template(fields.thinking, "type", "disabled") or _changes_the_template(
+        fields.output_config, "effort"
+    ):
+        return OpaquePrompt()
+    if _OTHER_BLOCK.search(fields.messages) or _OTHER_ROLE.search(fields.messages):
+        return OpaquePrompt()
+    variables = fields.chat_template_kwargs
     return ChatPrompt(
         messages=fields.messages,
         tools=None,
-        template_variables=None,
+        template_variables=variables if isinstance(variables, dict) else None,
         add_generation_prompt=True,
         add_special_tokens=False,
         system=_system_text(fields.system),
     )
 
 
+def _changes_the_template(setting: object, key: str, value: object = None) -> bool:
+    """Whether a setting has a key, or a value there, that reaches the template as an effort."""
+    told = setting.get(key) if isinstance(setting, dict) else None
+    return told is not None if value is None else told == value
+
+
 def error(message: str, kind: str, param: str | None, code: str) -> bytes:
     """The error object that Anthropic's clients unpack."""
     del param, code
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}, "request_id": None})
+    fault = {"type": _KINDS.get(kind, kind), "message": message}
+    return msgspec.json.encode({"type": "error", "error": fault, "request_id": None})
 
 
 def _system_text(system: object) -> str | None:
@@ -83,7 +109,7 @@ def _system_text(system: object) -> str | None:
         return system or None
     if not isinstance(system, list):
         return None
-    texts = [block.get("text") for block in system if isinstance(block, dict)]
+    texts = [block.get("text") for block in system if isinstance(block, dict) and block.get("type") == "text"]
     kept = [text for text in texts if isinstance(text, str) and not text.startswith(_BILLING)]
     return "".join(kept) or None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from extproc.apis.request import Api, ChatPrompt, LlmRequest, Unreadable, openai_error, text_or_none, whole
+from extproc.apis.request import Api, ChatPrompt, LlmRequest, Unreadable, given, openai_error, text_or_none, whole
 
 
 class _Body(msgspec.Struct):
@@ -40,7 +40,7 @@ def read(body: bytes) -> LlmRequest:
         model=fields.model,
         prompt=ChatPrompt(
             messages=fields.messages,
-            tools=None if isinstance(fields.tools, msgspec.UnsetType) else fields.tools,
+            tools=given(fields.tools),
             template_variables=variables if isinstance(variables, dict) else None,
             add_generation_prompt=fields.add_generation_prompt is not False,
             add_special_tokens=fields.add_special_tokens is True,

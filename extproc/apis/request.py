@@ -76,3 +76,8 @@ def whole(value: object) -> int | None:
 
 def text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
+
+
+def given(raw: msgspec.Raw | msgspec.UnsetType) -> msgspec.Raw | None:
+    """A field's JSON unless it is absent or null. Raw never equals bytes, whatever it holds."""
+    return None if isinstance(raw, msgspec.UnsetType) or bytes(raw) == b"null" else raw
