@@ -61,6 +61,9 @@ class Ledger:
             return
         if first.grade is None:
             self._metrics.ungraded.labels("served_elsewhere").inc()
+            # The chosen engine refused the connection or said that it is full, and Envoy went on to the next. Nothing
+            # else tells us: seen from here it is idle, and would be chosen again and again.
+            self._fleet.back_off(first.ticket.forecast.worker, _BACK_OFF_S, self._clock())
             return
         forecast, grade = first.ticket.forecast, first.grade
         self._metrics.grade(first.ticket.pool, first.ticket.worker, forecast.basis.value, grade)

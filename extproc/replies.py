@@ -17,6 +17,8 @@ CLUSTER = "x-headway-cluster"
 NAMESPACE = "headway"
 TICKET = "ticket"
 
+# Envoy's own answer to a body above its limit.
+PAYLOAD_TOO_LARGE = 413
 # By these an engine says that its queue is full.
 ENGINE_FULL = (429, 503)
 

@@ -8,9 +8,10 @@ Envoy calls a filter in the way that it is configured to, and says how in its fi
 * Without a usable body (NONE, STREAMED, whose headers have to be answered before the body comes): the decision answers
   the headers, by load alone.
 
-With the first token of a STREAMED answer the stream is closed, and Envoy passes the rest without us; an answer in
-full duplex has to be sent back to its end. An event that a state does not expect is answered with a plain "go on", so
-that an Envoy configured in yet another way is never left waiting.
+With the first token of a STREAMED answer the stream is closed, and Envoy passes the rest without us; an answer in full
+duplex has to be sent back to its end. Nor is it closed while pieces of the request may be on their way: Envoy 1.40,
+where its route retries, would send the engine twice what it had sent so far (envoy#36119). An event that a state does
+not expect is answered with a plain "go on", so that an Envoy configured in yet another way is never left waiting.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from extproc.exchange import (
     ResponseTrailers,
     Unknown,
 )
+from extproc.replies import PAYLOAD_TOO_LARGE
 
 # Envoy's flow control wants pieces below 64 KiB, framing included.
 PIECE_BYTES = 62_000
@@ -54,7 +56,7 @@ class State(enum.Enum):
     AWAIT_BODY = "await_body"
     DECIDING = "deciding"  # the body is complete, the decision is not
     AWAIT_ANSWER = "await_answer"  # routed: the first token is still to come
-    RELAY = "relay"  # nothing is left to decide or to see, but pieces have to be sent back
+    RELAY = "relay"  # nothing is left to decide or to see, but pieces are on their way here
     CLOSED = "closed"
 
 
@@ -159,6 +161,7 @@ class Session:
         self._pieces: list[bytes] = []
         self._size = 0
         self._trailers = False  # the request ended with trailers
+        self._uploading = False  # more of the request may come
         self._decision_phase = Phase.REQUEST_BODY
         self._answer = AnswerReader()
         self._answer_known = False
@@ -168,6 +171,7 @@ class Session:
     def on_event(self, event: Event) -> list[Action]:
         if self.state is State.CLOSED:
             return []
+        self._note_upload(event)
         match self.state, event:
             case _, Unknown():
                 return []
@@ -178,6 +182,10 @@ class Session:
             case State.AWAIT_BODY, RequestTrailers() if self._duplex_request:
                 self._trailers = True
                 return self._decide(b"".join(self._pieces))
+            case State.AWAIT_BODY, ResponseHeaders() | ResponseBody() if not self._duplex_request:
+                return self._answered_without_body(event)
+            case State.RELAY, ResponseHeaders() | ResponseBody() | ResponseTrailers() if self._may_close:
+                return [*self._go_on(event), *self._close()]
             case State.AWAIT_ANSWER, ResponseHeaders():
                 return self._answer_began(event)
             case State.AWAIT_ANSWER, ResponseBody():
@@ -195,11 +203,11 @@ class Session:
                 self.state = State.AWAIT_ANSWER
                 actions: list[Action] = [Send(replace(reply, phase=self._decision_phase)), *self._send_back()]
                 if self._protocol.response_body is BodyMode.NONE:
-                    actions.append(Answered(AnswerKind.UNSEEN, None, None))
+                    # First, since Envoy ends the stream as soon as it has what it waits for.
+                    return [Answered(AnswerKind.UNSEEN, None, None), *actions]
                 return actions
             case Reject(reply):
-                self.state = State.CLOSED
-                return [Send(reply), Close()]
+                return [Send(reply), *self._close()]
             case Pass(reason):
                 return self._pass(self._decision_phase, reason)
 
@@ -208,15 +216,32 @@ class Session:
         return self._protocol.request_body is BodyMode.FULL_DUPLEX_STREAMED
 
     @property
-    def _duplex(self) -> bool:
-        """Whether pieces that are not sent back would be lost."""
-        return BodyMode.FULL_DUPLEX_STREAMED in (self._protocol.request_body, self._protocol.response_body)
+    def _duplex_response(self) -> bool:
+        return self._protocol.response_body is BodyMode.FULL_DUPLEX_STREAMED
+
+    @property
+    def _may_close(self) -> bool:
+        """Whether Envoy can go on without us: not while pieces are on their way here."""
+        return not self._uploading and not self._duplex_response
+
+    def _note_upload(self, event: Event) -> None:
+        match event:
+            case RequestHeaders(_, end, protocol):
+                mode = (protocol or _DEFAULT_PROTOCOL).request_body
+                self._uploading = not end and mode not in (BodyMode.NONE, BodyMode.BUFFERED)
+            case RequestBody(_, end) if end or self._protocol.request_body is BodyMode.BUFFERED_PARTIAL:
+                self._uploading = False
+            case RequestTrailers():
+                self._uploading = False
 
     def _headers_came(self, event: RequestHeaders) -> list[Action]:
         self._protocol = event.protocol or _DEFAULT_PROTOCOL
         self._headers, self._metadata = event.headers, event.metadata
         self._api = find_api(event.headers.get(":method"), event.headers.get(":path"))
         if self._api is None:
+            if self._protocol.request_body in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL) and _talks(event.headers):
+                # Envoy would hold it back until its end. While it does, nothing can be on its way here.
+                return [Note(Passed.NOT_OURS), Send(Continue(Phase.REQUEST_HEADERS)), *self._close()]
             return self._pass(Phase.REQUEST_HEADERS, Passed.NOT_OURS)
         if event.end_of_stream:
             return self._pass(Phase.REQUEST_HEADERS, Passed.NO_BODY)
@@ -267,6 +292,15 @@ class Session:
             actions.append(Send(Continue(Phase.REQUEST_TRAILERS)))
         return actions
 
+    def _answered_without_body(self, event: ResponseHeaders | ResponseBody) -> list[Action]:
+        """A chunked upload that had nothing in it but trailers, an Envoy that was asked for a body and does not send
+        it, or its own refusal of a body above its limit."""
+        reason = Passed.TOO_LARGE if event.status == PAYLOAD_TOO_LARGE else Passed.NO_BODY
+        self._uploading = False
+        self.state = State.RELAY
+        actions = [Note(reason), *self._go_on(event)]
+        return [*actions, *self._close()] if self._may_close else actions
+
     def _answer_began(self, event: ResponseHeaders) -> list[Action]:
         self._served_endpoint = event.served_endpoint or self._served_endpoint
         self._status = event.status if event.status is not None else self._status
@@ -289,30 +323,39 @@ class Session:
         if kind is not None and not self._answer_known:
             self._answer_known = True
             answered = [Answered(kind, self._status, self._served_endpoint)]
-        if not self._answer_known or self._protocol.response_body is BodyMode.FULL_DUPLEX_STREAMED:
-            return answered + self._go_on(event)
         actions = answered + self._go_on(event)
-        self.state = State.CLOSED
-        return [*actions, Close()]
+        return [*actions, *self._close()] if self._answer_known and self._may_close else actions
 
     def _pass(self, phase: Phase, reason: Passed, more_follows: bool = False) -> list[Action]:
         actions: list[Action] = [Note(reason), Send(Continue(phase))]
-        if self._duplex:
-            # Pieces may be on their way already; closing now would lose them.
+        if self._duplex_request or not self._may_close:
             kept = self._send_back(more_follows) if self._pieces or self._trailers else []
             self.state = State.RELAY
             return [*actions, *kept]
+        return [*actions, *self._close()]
+
+    def _close(self) -> list[Action]:
         self.state = State.CLOSED
-        return [*actions, Close()]
+        return [Close()]
 
     def _go_on(self, event: Event) -> list[Action]:
         """The plain answer to an event: pieces of a full-duplex body are sent back."""
         match event:
             case RequestBody(piece, end) if self._duplex_request:
                 return _echo(Phase.REQUEST_BODY, piece, end)
-            case ResponseBody(piece, end, _, _) if self._protocol.response_body is BodyMode.FULL_DUPLEX_STREAMED:
+            case ResponseBody(piece, end, _, _) if self._duplex_response:
                 return _echo(Phase.RESPONSE_BODY, piece, end)
         return [Send(Continue(_PHASES[type(event)]))]
+
+
+def _talks(headers: Headers) -> bool:
+    """Whether the client goes on talking while it is answered: a WebSocket, a tunnel, a gRPC call."""
+    content_type = headers.get("content-type") or ""
+    return (
+        headers.get("upgrade") is not None
+        or headers.get(":method") == "CONNECT"
+        or content_type.startswith("application/grpc")
+    )
 
 
 def _echo(phase: Phase, body: bytes, end_of_stream: bool) -> list[Action]:

@@ -18,6 +18,7 @@ import aiohttp
 from extproc.stack import EngineSpec, Stack
 
 CHAT = "/v1/chat/completions"
+FULL_DUPLEX = "FULL_DUPLEX_STREAMED"
 _METRIC = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -32,6 +33,47 @@ def quick(name: str, **changes: Any) -> EngineSpec:
         "max_num_batched_tokens": 8192,
     }
     return EngineSpec(name, **{**costs, **changes})
+
+
+def manager_of(config: dict[str, Any], listener: int = 0) -> dict[str, Any]:
+    """The HTTP connection manager in an Envoy config."""
+    chain = config["static_resources"]["listeners"][listener]["filter_chains"][0]
+    found: dict[str, Any] = chain["filters"][0]["typed_config"]
+    return found
+
+
+def ext_proc_of(config: dict[str, Any], listener: int = 0) -> dict[str, Any]:
+    """How the (first) filter of ours is configured in it."""
+    filters = manager_of(config, listener)["http_filters"]
+    found: dict[str, Any] = next(f for f in filters if f["name"] == "envoy.filters.http.ext_proc")["typed_config"]
+    return found
+
+
+def cluster_of(config: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(c for c in config["static_resources"]["clusters"] if c["name"] == name)
+    return found
+
+
+def send_to(config: dict[str, Any], *ports: int, cluster: str = "engines") -> None:
+    """Puts these loopback ports into a cluster."""
+    cluster_of(config, cluster)["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
+        {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": port}}}} for port in ports
+    ]
+
+
+def set_modes(config: dict[str, Any], request: str, response: str, listener: int = 0) -> None:
+    """How Envoy is to send bodies to the filter. Full duplex brings headers and trailers with it."""
+    mode: dict[str, Any] = {
+        "request_header_mode": "SEND",
+        "request_body_mode": request,
+        "response_header_mode": "SKIP",
+        "response_body_mode": response,
+    }
+    if request == FULL_DUPLEX:
+        mode["request_trailer_mode"] = "SEND"
+    if response == FULL_DUPLEX:
+        mode |= {"response_header_mode": "SEND", "response_trailer_mode": "SEND"}
+    ext_proc_of(config, listener)["processing_mode"] = mode
 
 
 def chat(text: str = "hello there", **fields: Any) -> dict[str, Any]:
@@ -89,6 +131,17 @@ class Answer:
         return told
 
 
+class Counts:
+    """A page of metrics."""
+
+    def __init__(self, text: str) -> None:
+        found = (match for line in text.splitlines() if (match := _METRIC.match(line)))
+        self._series = [(match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])) for match in found]
+
+    def sum(self, name: str, **labels: str) -> float:
+        return sum(value for known, has, value in self._series if known == name and labels.items() <= has.items())
+
+
 @dataclass(slots=True)
 class Bench:
     """A running stack and a client for it. `async with`: at the end it checks that nothing was left behind."""
@@ -129,14 +182,12 @@ class Bench:
 
     async def metric(self, name: str, **labels: str) -> float:
         """The sum over all series of the filter's metric that have these labels."""
+        return (await self.metrics()).sum(name, **labels)
+
+    async def metrics(self) -> Counts:
+        """All of the filter's metrics at one moment."""
         async with self.http.get(f"{self.stack.admin_url}/metrics") as response:
-            text = await response.text()
-        total = 0.0
-        for line in text.splitlines():
-            match = _METRIC.match(line)
-            if match and match[1] == name and labels.items() <= dict(_LABEL.findall(match[2] or "")).items():
-                total += float(match[3])
-        return total
+            return Counts(await response.text())
 
     async def envoy_stat(self, name: str) -> int:
         async with self.http.get(f"{self.stack.envoy_admin_url}/stats", params={"filter": f"^{name}$"}) as response:
@@ -195,10 +246,11 @@ async def running(
     overrides: dict[str, Any] | None = None,
     pool: dict[str, Any] | None = None,
     change_envoy: Callable[[dict[str, Any]], None] | None = None,
+    envoy_file: str = "envoy.yaml",
 ) -> AsyncIterator[Bench]:
     """A stack for as long as the block runs."""
     with tempfile.TemporaryDirectory() as folder:
-        stack = Stack(Path(folder), engines, overrides, pool, change_envoy)
+        stack = Stack(Path(folder), engines, overrides, pool, change_envoy, envoy_file)
         connector = aiohttp.TCPConnector(limit=0)
         async with (
             aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as http,

@@ -116,11 +116,14 @@ def test_streams_are_cut_by_nothing_but_silence(manager: dict[str, Any]) -> None
     (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
     assert route["route"]["timeout"] == "0s"
     assert seconds(manager["stream_idle_timeout"]) >= 300
-    # A retry must not be possible once anything was sent to an engine.
-    assert set(route["route"]["retry_policy"]["retry_on"].split(",")) <= {
+    # A retry must not be possible once anything was sent to an engine, but for one that has answered that it is full.
+    policy = route["route"]["retry_policy"]
+    assert policy["retriable_status_codes"] == [503]
+    assert set(policy["retry_on"].split(",")) <= {
         "connect-failure",
         "refused-stream",
         "reset-before-request",
+        "retriable-status-codes",
     }
 
 

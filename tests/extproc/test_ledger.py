@@ -151,6 +151,21 @@ def test_a_request_that_was_served_elsewhere_is_not_graded(desk: Desk) -> None:
     desk.assert_empty()
 
 
+def test_who_did_not_take_a_request_that_was_sent_to_it_is_spared_for_a_while(desk: Desk) -> None:
+    chosen, fleet = desk.ticket.worker, desk.filter.fleet
+    (other,) = [endpoint for name, endpoint in WORKERS.items() if name != chosen]
+    desk.answered(served=other)
+
+    def next_worker(ticket_id: str) -> str:
+        decision = fleet.place("m", Prompt(10, True), Wish(ticket_id, desk.clock()), desk.clock())
+        assert isinstance(decision, Grant)
+        return decision.ticket.worker
+
+    assert {next_worker(f"soon-{number}") for number in range(5)} == {name for name in WORKERS if name != chosen}
+    desk.clock.advance(2.1)
+    assert chosen in {next_worker(f"later-{number}") for number in range(20)}
+
+
 def test_what_the_fleet_released_by_itself_is_dropped(desk: Desk) -> None:
     desk.closed()
     desk.clock.advance(1e6)

@@ -114,6 +114,12 @@ def go_on(phase: Phase) -> list[Action]:
 # What is not "a plain go-on" in the table of states and events.
 SPECIAL: dict[tuple[State, type[Event]], list[Action]] = {
     (State.AWAIT_BODY, RequestBody): [Decide(openai_chat.API, headers().headers, b"{}")],
+    (State.AWAIT_BODY, ResponseHeaders): [
+        Note(Passed.NO_BODY),
+        Send(Continue(Phase.RESPONSE_HEADERS)),
+        Close(),
+    ],
+    (State.AWAIT_BODY, ResponseBody): [Note(Passed.NO_BODY), Send(Continue(Phase.RESPONSE_BODY)), Close()],
     (State.AWAIT_ANSWER, ResponseBody): [
         Answered(AnswerKind.STREAMED, 200, None),
         Send(Continue(Phase.RESPONSE_BODY)),
@@ -130,6 +136,8 @@ SPECIAL: dict[tuple[State, type[Event]], list[Action]] = {
 AFTER = {
     (State.IDLE, RequestHeaders): State.AWAIT_BODY,
     (State.AWAIT_BODY, RequestBody): State.DECIDING,
+    (State.AWAIT_BODY, ResponseHeaders): State.CLOSED,
+    (State.AWAIT_BODY, ResponseBody): State.CLOSED,
     (State.AWAIT_ANSWER, ResponseBody): State.CLOSED,
     (State.AWAIT_ANSWER, ResponseTrailers): State.CLOSED,
 }
@@ -260,6 +268,72 @@ def test_the_beginning_of_a_body_is_known_for_what_it_is() -> None:
     (decide,) = session.on_event(body(end_of_stream=False))
     assert isinstance(decide, Decide)
     assert not decide.complete
+
+
+STREAMED = Protocol(BodyMode.STREAMED, BodyMode.STREAMED)
+PARTIAL = Protocol(BodyMode.BUFFERED_PARTIAL, BodyMode.STREAMED)
+
+
+def test_the_stream_stays_open_while_a_foreign_upload_comes_in_pieces() -> None:
+    """Closing it earlier would make Envoy send the upstream some of the body twice."""
+    session = Session()
+    assert session.on_event(headers(path="/v1/files", protocol=STREAMED)) == [
+        Note(Passed.NOT_OURS),
+        *go_on(Phase.REQUEST_HEADERS),
+    ]
+    for end in (False, False, True):
+        assert session.on_event(body(end_of_stream=end)) == go_on(Phase.REQUEST_BODY)
+    assert session.on_event(answer(b"x")) == [*go_on(Phase.RESPONSE_BODY), Close()]
+
+
+def test_an_answer_before_the_end_of_the_upload_does_not_close_it_either() -> None:
+    session = Session()
+    session.on_event(headers(path="/v1/files", protocol=STREAMED))
+    assert session.on_event(answer(b"x")) == go_on(Phase.RESPONSE_BODY)
+    assert session.on_event(RequestTrailers()) == go_on(Phase.REQUEST_TRAILERS)
+    assert session.on_event(answer(b"x")) == [*go_on(Phase.RESPONSE_BODY), Close()]
+
+
+def test_nor_does_a_first_token_before_the_end_of_the_upload() -> None:
+    session = Session()
+    session.on_event(headers(protocol=STREAMED))
+    session.decided(ROUTE)
+    assert session.on_event(answer(TOKEN)) == [
+        Answered(AnswerKind.STREAMED, 200, None),
+        *go_on(Phase.RESPONSE_BODY),
+    ]
+    assert session.on_event(body()) == go_on(Phase.REQUEST_BODY)
+    assert session.on_event(answer(TOKEN)) == [*go_on(Phase.RESPONSE_BODY), Close()]
+
+
+def test_of_a_partial_body_nothing_more_comes_after_its_beginning() -> None:
+    session = Session()
+    assert session.on_event(headers(path="/v1/files", protocol=PARTIAL))[-1] != Close()
+    assert session.on_event(body(end_of_stream=False)) == go_on(Phase.REQUEST_BODY)
+    assert session.on_event(answer(b"x")) == [*go_on(Phase.RESPONSE_BODY), Close()]
+
+
+@pytest.mark.parametrize("named", [("upgrade", "websocket"), ("content-type", "application/grpc+proto")])
+@pytest.mark.parametrize("request_body", [BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL])
+@pytest.mark.parametrize("response_body", [BodyMode.STREAMED, BodyMode.FULL_DUPLEX_STREAMED])
+def test_a_conversation_is_let_go_before_envoy_waits_for_its_end(
+    named: tuple[str, str], request_body: BodyMode, response_body: BodyMode
+) -> None:
+    came = Headers([(":method", "POST"), (":path", "/talk"), named])
+    event = RequestHeaders(came, False, Protocol(request_body, response_body), NOTHING, NOTHING)
+    assert Session().on_event(event) == [Note(Passed.NOT_OURS), *go_on(Phase.REQUEST_HEADERS), Close()]
+
+
+@pytest.mark.parametrize("protocol", [STREAMED, PARTIAL])
+def test_without_an_upload_there_is_nothing_to_stay_for(protocol: Protocol) -> None:
+    assert Session().on_event(headers(path="/v1/files", end_of_stream=True, protocol=protocol))[-1] == Close()
+
+
+@pytest.mark.parametrize(("status", "reason"), [(200, Passed.NO_BODY), (413, Passed.TOO_LARGE)])
+@pytest.mark.parametrize("by_headers", [False, True])
+def test_an_answer_to_a_body_that_never_came(status: int, reason: Passed, by_headers: bool) -> None:
+    event = answer_headers(status) if by_headers else answer(b"x", status=status)
+    assert session_in(State.AWAIT_BODY).on_event(event) == [Note(reason), *go_on(PHASES[type(event)]), Close()]
 
 
 def test_a_refusal_ends_the_exchange() -> None:
