@@ -6,7 +6,6 @@ Asked politely, off the request path: every few seconds, jittered, with a short 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import re
 from collections.abc import Callable
@@ -18,10 +17,13 @@ import aiohttp
 from extproc.metrics import Metrics
 from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, Ticket
+from predictor.prompt import MAX_BLOCK_SIZE
 
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _MAX_BYTES = 8 << 20
 _FAILURES_UNTIL_DOWN = 2
+# More than any engine has; what is beyond is no number to reckon with.
+_MOST_REQUESTS, _MOST_BLOCKS = 1_000_000, 1_000_000_000
 _GAUGE = re.compile(rb"^vllm:num_requests_(?:running|waiting)(?:\{[^\n]*\})? (\S+)", re.MULTILINE)
 _CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
@@ -45,8 +47,8 @@ def read_vllm_metrics(text: bytes) -> EngineState:
     return EngineState(
         # A part of the sum would look like less load than there is.
         in_progress=round(sum(known)) if known and len(known) == len(gauges) else None,
-        block_size=_count(labels.get(b"block_size")),
-        num_gpu_blocks=_count(labels.get(b"num_gpu_blocks")),
+        block_size=_count(labels.get(b"block_size"), MAX_BLOCK_SIZE),
+        num_gpu_blocks=_count(labels.get(b"num_gpu_blocks"), _MOST_BLOCKS),
     )
 
 
@@ -55,11 +57,13 @@ def _number(value: bytes) -> float | None:
         number = float(value)
     except ValueError:
         return None
-    return number if math.isfinite(number) and number >= 0 else None
+    return number if 0 <= number <= _MOST_REQUESTS else None
 
 
-def _count(value: bytes | None) -> int | None:
-    return int(value) if value is not None and len(value) <= 18 and value.isdigit() and int(value) > 0 else None
+def _count(value: bytes | None, most: int) -> int | None:
+    if value is None or len(value) > 18 or not value.isdigit():
+        return None
+    return int(value) if 0 < int(value) <= most else None
 
 
 class Probe:
@@ -92,7 +96,11 @@ class Probe:
     async def run(self) -> None:
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
             while True:
-                await self._ask(session)
+                try:
+                    await self._ask(session)
+                except Exception:
+                    # Whatever an engine says, it is asked again.
+                    self._metrics.bugs.labels("probe").inc()
                 await asyncio.sleep(self._interval_s * random.uniform(0.8, 1.2))
 
     async def _ask(self, session: aiohttp.ClientSession) -> None:

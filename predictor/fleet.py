@@ -21,11 +21,13 @@ from predictor.forecast import Forecast, forecast
 from predictor.grading import CacheVerdict, Grade, grade, judge_cache
 from predictor.kv_events import Batch
 from predictor.prefill_cost import Basis, DecodeSample, LearningPolicy, PrefillCost, PrefillSample
+from predictor.prefixes_ahead import PrefixesAhead
 from predictor.prompt import BlockHasher, Prompt
 from predictor.queue_replay import Shadow
 from predictor.routing import Candidate, Why, choose
 
 _RECENT_GRANTS = 50
+_MAX_OUTPUT_TOKENS = 1 << 20
 # What is booked may take so long to show in an engine's own count.
 _EVIDENCE_GRACE_S = 5.0
 # Fewer steps tell little: the end is seen a millisecond late.
@@ -150,6 +152,7 @@ class _Worker:
     up: bool = True
     trusted: bool = True  # the event feed is complete
     tickets: dict[str, Ticket] = field(default_factory=dict)
+    ahead: PrefixesAhead = field(default_factory=PrefixesAhead)
     backing_off_until_s: float = 0.0  # the engine has said that it is full
     foreign_load: bool = False  # the engine has more in progress than came through us
     load_seen: tuple[float, int] | None = None  # when the engine was last asked, and what it had in progress
@@ -263,7 +266,8 @@ class Fleet:
         grants = Counter(home.recent)
         candidates = []
         for worker in workers:
-            blocks = runs[worker.settings.block_size][worker.spec.name]
+            size = worker.settings.block_size
+            blocks = worker.ahead.run(prompt.hashes.get(size, ()), runs[size][worker.spec.name])
             share = grants[worker.spec.name] / max(1, len(home.recent))
             candidates.append(self._candidate(worker, prompt, blocks, wish, share, waited_s, now_s))
         forecasts = tuple(candidate.forecast for candidate in candidates)
@@ -271,7 +275,9 @@ class Fleet:
         if choice is None:
             return self._refuse(home, wish, waited_s, forecasts)
         chosen = choice.ranked[0].forecast
-        ticket = self._book(home, home.workers[chosen.worker], chosen, wish, now_s)
+        server = home.workers[chosen.worker]
+        ticket = self._book(home, server, chosen, wish, now_s)
+        server.ahead.add(ticket.id, prompt.hashes.get(server.settings.block_size, ()))
         endpoints = tuple(home.workers[candidate.forecast.worker].spec.endpoint for candidate in choice.ranked)
         return Grant(ticket, endpoints, forecasts, choice.why, home.workers[chosen.worker].spec.cluster)
 
@@ -301,9 +307,11 @@ class Fleet:
         home = self._pool_of[ticket.worker]
         worker = home.workers[ticket.worker]
         del worker.tickets[ticket_id]
+        worker.ahead.remove(ticket_id)
         worker.shadow.finish(ticket_id, now_s)
         if usage.output_tokens is not None and ticket.first_token_at_s is not None:
-            seen = usage.output_tokens
+            # Nobody generates more than was asked for, whatever is reported.
+            seen = min(usage.output_tokens, ticket.wish.max_tokens or _MAX_OUTPUT_TOKENS, _MAX_OUTPUT_TOKENS)
             home.output_tokens = (
                 seen if home.output_tokens is None else home.output_tokens + 0.02 * (seen - home.output_tokens)
             )
@@ -484,6 +492,7 @@ class Fleet:
         if server is None:
             chosen.shadow.first_token(ticket.id, now_s)
             return
+        chosen.ahead.remove(ticket.id)
         chosen.shadow.finish(ticket.id, now_s)
         del chosen.tickets[ticket.id]
         ticket.worker = server.spec.name

@@ -200,11 +200,15 @@ class PrefillCost:
             # No server works so much on a token beside its engine: the cached prompts were held up by something else.
             features[:, _PER_REQUEST_TOKEN] = 0.0
             solution = _robust_fit(features, seconds, weights, noise)
+        if solution[_SQUARE] > 0 and solution[_PER_TOKEN] == 0:
+            # Of few lengths the square alone may seem to explain everything, and then a giant takes hours.
+            features[:, _SQUARE] = 0.0
+            solution = _robust_fit(features, seconds, weights, noise)
         request, request_token, fixed, linear, square, decode = (float(value) for value in solution)
         return StepCost(request, request_token, fixed, linear, square, decode)
 
 
-_PER_REQUEST_TOKEN, _PER_TOKEN = 1, 3
+_PER_REQUEST_TOKEN, _PER_TOKEN, _SQUARE = 1, 3, 4
 _SAMPLES_PER_FIT = 16
 
 

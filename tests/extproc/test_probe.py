@@ -207,3 +207,11 @@ async def test_an_engine_with_work_keeps_its_tickets(watched: Watched) -> None:
         await watched.asked(4)
         await watched.stop()
     assert watched.ended == []
+
+
+def test_numbers_that_no_engine_has_are_not_believed() -> None:
+    lines = (
+        b'vllm:num_requests_running{a="b"} 1e308\nvllm:num_requests_waiting{a="b"} 1.7e308\n'
+        b'vllm:cache_config_info{block_size="100000000000000000",num_gpu_blocks="999999999999"} 1.0\n'
+    )
+    assert read_vllm_metrics(lines) == EngineState(None, None, None)

@@ -1,0 +1,57 @@
+"""Prefixes that requests in flight on a worker have computed, or will have before a newcomer's turn comes.
+
+An engine announces a block when its step has run; until then the cache index does not know it. But requests are served
+in order, and vLLM lets even the second request of a step hit the blocks that the first is about to compute: of many
+copies of one prompt sent at once, an engine computes one. Blocks of requests in flight cannot be evicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+# Of many that begin alike, the newest are looked at: what they do not share with a newcomer, older ones hardly do.
+_LOOKED_AT = 8
+
+
+class PrefixesAhead:
+    """One worker's requests in flight, by the chained hashes of their blocks."""
+
+    def __init__(self) -> None:
+        self._alike: dict[int, dict[str, Sequence[int]]] = {}  # first block's hash -> request -> all hashes
+        self._first: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def add(self, request_id: str, hashes: Sequence[int]) -> None:
+        if hashes:
+            self._first[request_id] = hashes[0]
+            self._alike.setdefault(hashes[0], {})[request_id] = hashes
+
+    def remove(self, request_id: str) -> None:
+        first = self._first.pop(request_id, None)
+        if first is not None:
+            alike = self._alike[first]
+            del alike[request_id]
+            if not alike:
+                del self._alike[first]
+
+    def run(self, hashes: Sequence[int], known: int) -> int:
+        """The number of leading blocks that are known to be cached (`known`) or on their way."""
+        if not hashes or hashes[0] not in self._alike:
+            return known
+        alike = self._alike[hashes[0]]
+        return max(known, *(_shared(hashes, other) for other in itertools.islice(reversed(alike.values()), _LOOKED_AT)))
+
+
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading blocks are equal; hashes are chained, so where two are equal, all before them are."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high) // 2
+        if left[middle] == right[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low

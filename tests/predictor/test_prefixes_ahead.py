@@ -1,0 +1,68 @@
+"""What requests in flight will have computed is as good as cached for who comes after them."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predictor.admission import RetryPolicy
+from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
+from predictor.prefixes_ahead import PrefixesAhead
+from predictor.prompt import BlockHasher, Namespace, Prompt, as_tokens
+
+PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=6)
+
+
+def chained(blocks: list[int]) -> list[int]:
+    """Stand-ins for chained hashes: equal exactly where everything up to there is."""
+    return [hash(tuple(blocks[: end + 1])) for end in range(len(blocks))]
+
+
+@given(PROMPTS, st.lists(st.integers(0, 1), max_size=6), st.integers(0, 3))
+def test_the_longest_shared_beginning_counts(ahead: list[list[int]], newcomer: list[int], known: int) -> None:
+    prefixes = PrefixesAhead()
+    for number, blocks in enumerate(ahead):
+        prefixes.add(str(number), chained(blocks))
+    shared = [
+        sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(newcomer, b, strict=False))) for b in ahead
+    ]
+    assert prefixes.run(chained(newcomer), known) == max([known, *shared])
+    for number in range(len(ahead)):
+        prefixes.remove(str(number))
+    assert len(prefixes) == 0
+    assert prefixes.run(chained(newcomer), known) == known
+
+
+def test_one_that_was_never_added_can_be_removed() -> None:
+    prefixes = PrefixesAhead()
+    prefixes.add("short", [])
+    prefixes.remove("short")
+    prefixes.remove("unknown")
+    assert len(prefixes) == 0
+
+
+def test_hundreds_of_copies_of_one_prompt_at_once_are_not_refused() -> None:
+    """An engine computes it once; each copy priced in full would make a queue of a minute, where there is none."""
+    rng = np.random.default_rng(5)
+    hasher = BlockHasher(rng)
+    fleet = Fleet([PoolPolicy("m", retry=RetryPolicy())], hasher, rng)
+    fleet.join("m", WorkerSpec("w", "10.0.0.1:80"))
+    now_s = 0.0
+    for number, tokens in enumerate((100, 200, 400, 800, 1600, 3200, 150, 2000)):
+        taught = fleet.place("m", Prompt(tokens, True), Wish(f"t{number}", now_s), now_s)
+        assert isinstance(taught, Grant)
+        now_s += 0.01 + tokens * 1e-3
+        fleet.first_token(taught.ticket.id, None, now_s)
+        fleet.finish(taught.ticket.id, Usage(tokens, 0, 1), now_s)
+    ids = as_tokens(range(855))
+    prompt = Prompt(len(ids), True, {16: hasher.prompt_hashes(ids, 16, Namespace())})
+    decisions = [fleet.place("m", prompt, Wish(f"c{n}", now_s, max_queue_wait_s=5.0), now_s) for n in range(200)]
+    assert all(isinstance(decision, Grant) for decision in decisions)
+    first, *others = [decision.ticket.forecast for decision in decisions if isinstance(decision, Grant)]
+    assert first.cached_tokens == 0
+    assert {forecast.cached_tokens for forecast in others} == {848}
+    assert others[-1].ttft_s < 5.0
+    for number in range(200):
+        fleet.finish(f"c{number}", Usage(), now_s)
+    after = fleet.place("m", prompt, Wish("after", now_s), now_s)
+    assert isinstance(after, Grant)
+    assert after.ticket.forecast.cached_tokens == 0
