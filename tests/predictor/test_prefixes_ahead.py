@@ -17,14 +17,19 @@ def chained(blocks: list[int]) -> list[int]:
     return [hash(tuple(blocks[: end + 1])) for end in range(len(blocks))]
 
 
+def shared_beginning(left: list[int], right: list[int]) -> int:
+    length = 0
+    while length < min(len(left), len(right)) and left[length] == right[length]:
+        length += 1
+    return length
+
+
 @given(PROMPTS, st.lists(st.integers(0, 1), max_size=6), st.integers(0, 3))
 def test_the_longest_shared_beginning_counts(ahead: list[list[int]], newcomer: list[int], known: int) -> None:
     prefixes = PrefixesAhead()
     for number, blocks in enumerate(ahead):
         prefixes.add(str(number), chained(blocks))
-    shared = [
-        sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(newcomer, b, strict=False))) for b in ahead
-    ]
+    shared = [shared_beginning(newcomer, blocks) for blocks in ahead]
     assert prefixes.run(chained(newcomer), known) == max([known, *shared])
     for number in range(len(ahead)):
         prefixes.remove(str(number))
