@@ -139,8 +139,11 @@ async def test_decisions_resume_when_the_filter_is_back(bench: Bench) -> None:
     # It has asked the engines for what they published while it was away.
     cached = [(await bench.worker(name))["cached_blocks"] for name in "ab"]
     assert max(cached) >= 25
-    assert (await bench.worker("a"))["feed_trusted"]
-    assert (await bench.worker("b"))["feed_trusted"]
+
+    async def trusted() -> bool:
+        return all([(await bench.worker(name))["feed_trusted"] for name in "ab"])
+
+    await until(trusted, 15, "trusted feed")
 
 
 async def test_a_stream_that_began_with_another_filter_ends_without_trouble(bench: Bench) -> None:
