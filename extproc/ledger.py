@@ -20,7 +20,7 @@ from predictor.fleet import Fleet, Ticket, Usage
 
 USAGE_NAMESPACE = "headway.usage"
 # An engine that is full says nothing about when it will not be.
-_BACK_OFF_S = 2.0
+BACK_OFF_S = 2.0
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Ledger:
             self._metrics.ungraded.labels("served_elsewhere").inc()
             # The chosen engine refused the connection or said that it is full, and Envoy went on to the next. Nothing
             # else tells us: seen from here it is idle, and would be chosen again and again.
-            self._fleet.back_off(first.ticket.forecast.worker, _BACK_OFF_S, self._clock())
+            self._fleet.back_off(first.ticket.forecast.worker, BACK_OFF_S, self._clock())
             return
         forecast, grade = first.ticket.forecast, first.grade
         self._metrics.grade(first.ticket.pool, first.ticket.worker, forecast.basis.value, grade)
@@ -80,7 +80,7 @@ class Ledger:
     def _engine_full(self, ticket_id: str, status: int | None) -> None:
         ticket = self._fleet.ticket(ticket_id)
         if ticket is not None:
-            self._fleet.back_off(ticket.worker, _BACK_OFF_S, self._clock())
+            self._fleet.back_off(ticket.worker, BACK_OFF_S, self._clock())
             self._metrics.engine_refusals.labels(ticket.pool, ticket.worker, str(status)).inc()
 
     def stream_closed(self, ticket_id: str, answered: bool) -> None:
