@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +10,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from tests.e2e.harness import CHAT, Bench, chat, quick, read, running, until, words
+from extproc.ledger import BACK_OFF_S
+from tests.e2e.harness import CHAT, Answer, Bench, chat, quick, read, running, until, words
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -151,17 +153,22 @@ async def test_a_full_engine_is_counted_and_left_alone_for_a_while(bench: Bench,
         name: await bench.metric("headway_engine_refusals_total", worker=name, status=str(status)) for name in "ab"
     }
     refused = await bench.post(chat(words(20, f"full {status}")))
+    refused_s = time.monotonic()
     assert refused.status == status
     assert "told to" in refused.json["error"]["message"]
     await fault(bench, refuse_status=None)
     full, other = refused.engine, "b" if refused.engine == "a" else "a"
-    answers = [await bench.post(chat(words(20, f"next {status} {number}"))) for number in range(10)]
-    why = [(answer.engine, answer.worker, answer.headers.get("x-headway-why")) for answer in answers]
-    assert [(answer.status, answer.engine) for answer in answers] == [(200, other)] * 10, (full, why)
+    spared: list[Answer] = []
+    while time.monotonic() - refused_s < 0.75 * BACK_OFF_S:
+        spared.append(await bench.post(chat(words(20, f"next {status} {len(spared)}"))))
+        if time.monotonic() - refused_s > BACK_OFF_S:
+            spared.pop()  # a machine this slow may have decided it after the engine's time was up
+    why = [(answer.engine, answer.worker, answer.headers.get("x-headway-why")) for answer in spared]
+    assert {(answer.status, answer.engine) for answer in spared} == {(200, other)}, (full, why)
     for name in "ab":
         after = await bench.metric("headway_engine_refusals_total", worker=name, status=str(status))
         assert after - before[name] == (name == full)
-    await asyncio.sleep(2.1)  # as long as it is left alone
+    await asyncio.sleep(BACK_OFF_S)
 
 
 async def test_other_errors_are_passed_on(bench: Bench) -> None:

@@ -39,6 +39,7 @@ async def shared() -> AsyncIterator[Bench]:
 async def bench(shared: Bench) -> AsyncIterator[Bench]:
     """With a filter at work, before each test and after the last."""
     await shared.revive_filter()
+    await decisions_resume(shared)
     yield shared
     await shared.revive_filter()
 
