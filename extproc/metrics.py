@@ -62,6 +62,9 @@ class Metrics:
         self.graded = counter(
             "predictions_graded", "Predictions graded, by how far off", "pool", "worker", "within", "basis"
         )
+        self.intervals = counter(
+            "prediction_intervals", "Predictions graded, by whether their 90 % interval held", "pool", "worker", "held"
+        )
         self.bounds = counter("bounds", "Admitted requests with a bound, by whether it was kept", "pool", "kept")
         self.cache = counter("cache_estimates", "Cache credit against reported reuse", "pool", "worker", "verdict")
         self.ungraded = counter("ungraded", "Granted requests that could not be graded", "reason")
@@ -87,6 +90,7 @@ class Metrics:
         self.predicted.labels(pool, worker).observe(grade.predicted_s)
         self.error.labels(pool, worker).observe(error_s)
         self.graded.labels(pool, worker, within, basis).inc()
+        self.intervals.labels(pool, worker, "yes" if grade.within_interval else "no").inc()
         if grade.kept_bound is not None:
             self.bounds.labels(pool, "yes" if grade.kept_bound else "no").inc()
 

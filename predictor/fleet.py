@@ -7,6 +7,7 @@ two requests can never both take the same idle worker.
 from __future__ import annotations
 
 import enum
+import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from predictor.cache_index import CacheIndex
 from predictor.engines.vllm import Sequence, Settings, reusable_tokens, room_beside
 from predictor.forecast import Forecast, forecast
 from predictor.grading import CacheVerdict, Grade, grade, judge_cache
+from predictor.interval import Calibration, PoolErrors
 from predictor.kv_events import Batch
 from predictor.prefill_cost import Basis, DecodeSample, LearningPolicy, PrefillCost, PrefillSample
 from predictor.prefixes_ahead import PrefixesAhead
@@ -84,6 +86,7 @@ class Ticket:
     decodes_beside: int
     decoded_alone: bool = False  # nothing else was in flight on the worker since its first token
     first_token_at_s: float | None = None
+    overdue: bool = False  # the upper end of its interval passed without a first token
     moved: bool = False  # Envoy sent it to another endpoint than the chosen one
 
 
@@ -149,6 +152,8 @@ class _Worker:
     settings: Settings
     cost: PrefillCost
     shadow: Shadow
+    calibration: Calibration
+    due: list[tuple[float, str]] = field(default_factory=list)  # a heap: when a ticket's interval ends
     up: bool = True
     trusted: bool = True  # the event feed is complete
     tickets: dict[str, Ticket] = field(default_factory=dict)
@@ -164,6 +169,7 @@ class _Pool:
     workers: dict[str, _Worker] = field(default_factory=dict)
     indexes: dict[int, CacheIndex] = field(default_factory=dict)  # by block size
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=_RECENT_GRANTS))
+    errors: PoolErrors = field(default_factory=PoolErrors)
     output_tokens: float | None = None  # running mean of what requests generated
 
     def expected_output(self, max_tokens: int | None) -> int:
@@ -190,7 +196,9 @@ class Fleet:
             raise ValueError(f"worker {spec.name!r} is already in the fleet")
         home = self._pools[pool]
         cost = PrefillCost(home.policy.learning)
-        home.workers[spec.name] = _Worker(spec, spec.settings, cost, Shadow(spec.settings, cost.cost))
+        home.workers[spec.name] = _Worker(
+            spec, spec.settings, cost, Shadow(spec.settings, cost.cost), Calibration(home.errors)
+        )
         self._pool_of[spec.name] = home
         self._index(home, spec.settings).add(spec.name, spec.settings.num_gpu_blocks)
 
@@ -227,6 +235,7 @@ class Fleet:
         known.settings = settings
         known.shadow.set_settings(settings)
         known.cost.forget()
+        known.calibration.forget()
         known.shadow.set_cost(known.cost.cost)
         return True
 
@@ -291,9 +300,15 @@ class Fleet:
         if served_endpoint is not None and served_endpoint != worker.spec.endpoint:
             self._move(ticket, worker, served_endpoint, now_s)
             return FirstToken(ticket, None)
+        _count_overdue(worker, self._tickets, now_s)
         worker.shadow.first_token(ticket_id, now_s)
         ticket.decoded_alone = len(worker.tickets) == 1 and not worker.foreign_load
         actual_s = ticket.wish.waited_before_s + now_s - ticket.wish.received_at_s
+        priced = ticket.forecast
+        predicted_s = priced.ttft_s - priced.already_waited_s
+        worker.calibration.grade(
+            priced.kind, priced.spread, predicted_s, actual_s - priced.already_waited_s, ticket.overdue
+        )
         return FirstToken(ticket, grade(ticket.forecast, actual_s, ticket.wish.max_queue_wait_s))
 
     def finish(self, ticket_id: str, usage: Usage, now_s: float, retried: bool = False) -> Ended | None:
@@ -394,6 +409,10 @@ class Fleet:
             "num_gpu_blocks": settings.num_gpu_blocks,
             "block_size": settings.block_size,
             "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "interval": {
+                "graded": worker.calibration.graded,
+                "coverage": None if not worker.calibration.graded else round(worker.calibration.coverage, 4),
+            },
             "cost": {
                 "basis": worker.cost.basis.value,
                 "samples": worker.cost.samples,
@@ -423,6 +442,7 @@ class Fleet:
         self, worker: _Worker, prompt: Prompt, blocks: int, wish: Wish, share: float, waited_s: float, now_s: float
     ) -> Candidate:
         settings, cost, shadow = worker.settings, worker.cost.cost, worker.shadow
+        _count_overdue(worker, self._tickets, now_s)
         timeline = shadow.timeline(now_s)
         priced = forecast(
             worker=worker.spec.name,
@@ -436,6 +456,8 @@ class Fleet:
             tokens_ahead=shadow.prefill_tokens_ahead(),
             now_s=now_s,
             exact_tokens=prompt.exact,
+            calibration=worker.calibration,
+            trusted=worker.trusted,
         )
         return Candidate(
             forecast=priced,
@@ -481,6 +503,8 @@ class Fleet:
         shadow.book(Sequence(ticket.id, priced.prompt_tokens, priced.cached_tokens, expected, wish.streaming), now_s)
         worker.tickets[ticket.id] = ticket
         self._tickets[ticket.id] = ticket
+        if wish.streaming:
+            heapq.heappush(worker.due, (now_s + priced.high_s - priced.already_waited_s, ticket.id))
         home.recent.append(worker.spec.name)
         return ticket
 
@@ -523,6 +547,16 @@ class Fleet:
             return False
         worker.shadow.set_cost(worker.cost.cost)
         return True
+
+
+def _count_overdue(worker: _Worker, tickets: Mapping[str, Ticket], now_s: float) -> None:
+    """A request whose interval has passed is a miss now: its worker's next forecasts must not wait for its token."""
+    due = worker.due
+    while due and due[0][0] < now_s:
+        ticket = tickets.get(heapq.heappop(due)[1])
+        if ticket is not None and ticket.first_token_at_s is None and ticket.worker == worker.spec.name:
+            ticket.overdue = True
+            worker.calibration.overdue(ticket.forecast.kind)
 
 
 def _spoil_samples(worker: _Worker) -> None:

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from math import isclose
 
 from predictor.engines.vllm import Settings
+from predictor.interval import HIGH, LOW, UNKNOWN, UNSURE, Calibration, Kind, Spread
 from predictor.prefill_cost import Basis, StepCost
 from predictor.queue_replay import Timeline
+
+# Up to so much is no wait, but the rest of a step that is under way.
+_NO_WAIT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class Forecast:
     basis: Basis
     tokens_ahead: int  # prefill tokens queued before it
     exact_tokens: bool
+    kind: Kind = UNSURE
+    spread: Spread = UNKNOWN
 
     def __post_init__(self) -> None:
         parts = (self.already_waited_s, self.wait_s, self.prefill_s, self.overhead_s)
@@ -35,6 +41,26 @@ class Forecast:
     def queue_wait_s(self) -> float:
         """What a caller's `max_queue_wait_s` bounds: all the waiting, and none of the request's own prefill."""
         return self.already_waited_s + self.wait_s
+
+    def quantile_s(self, probability: float) -> float:
+        """The TTFT that is not exceeded with this probability (0 to 1, both excluded), by what was graded so far.
+
+        `ttft_s` is the best single number and need not be the median.
+        """
+        return self.already_waited_s + self.spread.quantile_s(self.ttft_s - self.already_waited_s, probability)
+
+    def queue_wait_quantile_s(self, probability: float) -> float:
+        """The queue wait that is not exceeded with this probability: all doubt is taken to be about the wait."""
+        return max(self.already_waited_s, self.quantile_s(probability) - self.prefill_s - self.overhead_s)
+
+    @property
+    def low_s(self) -> float:
+        """The lower end of the 90 % interval of the TTFT."""
+        return self.quantile_s(LOW)
+
+    @property
+    def high_s(self) -> float:
+        return self.quantile_s(HIGH)
 
 
 def forecast(
@@ -49,11 +75,14 @@ def forecast(
     tokens_ahead: int,
     now_s: float,
     exact_tokens: bool,
+    calibration: Calibration | None = None,
+    trusted: bool = True,
 ) -> Forecast:
     """Prices a newcomer on a worker's timeline: two bisections and a closed form.
 
     Its own prefill costs the same however it is cut into chunks, so it is added to the end of the step in which its
-    last chunk fits; what is left after subtracting what it would take alone is the wait.
+    last chunk fits; what is left after subtracting what it would take alone is the wait. Without a `calibration` the
+    interval is the widest guess; `trusted` is whether the worker's cache view is complete.
     """
     uncached = prompt_tokens - cached_tokens
     own_s = cost.tokens_s(cached_tokens, prompt_tokens)
@@ -61,6 +90,7 @@ def forecast(
     prefill_s = cost.alone_s(cached_tokens, prompt_tokens, settings.max_num_batched_tokens)
     wait_s = max(0.0, done_s - now_s - prefill_s)
     overhead_s = cost.overhead_s(prompt_tokens)
+    kind = Kind(waits=wait_s > _NO_WAIT_S, sure=exact_tokens and trusted and basis is Basis.CURVE)
     return Forecast(
         worker=worker,
         prompt_tokens=prompt_tokens,
@@ -73,4 +103,6 @@ def forecast(
         basis=basis,
         tokens_ahead=tokens_ahead,
         exact_tokens=exact_tokens,
+        kind=kind,
+        spread=UNKNOWN if calibration is None else calibration.spread(kind),
     )

@@ -24,6 +24,7 @@ class Grade:
     predicted_s: float
     actual_s: float
     kept_bound: bool | None  # None: the caller set no bound
+    within_interval: bool  # between the ends of the forecast's 90 % interval
 
     @property
     def error_s(self) -> float:
@@ -40,7 +41,7 @@ def grade(forecast: Forecast, actual_ttft_s: float, bound_s: float | None) -> Gr
     kept = None
     if bound_s is not None:
         kept = actual_ttft_s - forecast.prefill_s - forecast.overhead_s <= bound_s
-    return Grade(forecast.ttft_s, actual_ttft_s, kept)
+    return Grade(forecast.ttft_s, actual_ttft_s, kept, forecast.low_s <= actual_ttft_s <= forecast.high_s)
 
 
 def judge_cache(credited_tokens: int, reported_tokens: int | None, block_size: int) -> CacheVerdict:

@@ -43,7 +43,9 @@ def test_every_metric_is_ours_and_says_what_it_is(metrics: Metrics) -> None:
     ("error_s", "within"), [(0.0, "1s"), (1.0, "1s"), (-1.0, "1s"), (1.01, "10s"), (-10.0, "10s"), (10.5, "beyond")]
 )
 def test_a_grade_is_counted_by_how_far_off_it_was(metrics: Metrics, error_s: float, within: str) -> None:
-    metrics.grade("m", "a", "curve", Grade(predicted_s=20.0, actual_s=20.0 + error_s, kept_bound=None))
+    metrics.grade(
+        "m", "a", "curve", Grade(predicted_s=20.0, actual_s=20.0 + error_s, kept_bound=None, within_interval=True)
+    )
     graded = page(metrics.registry)["headway_predictions_graded"]
     assert [sample.labels["within"] for sample in graded.samples if sample.name.endswith("_total")] == [within]
     assert values(page(metrics.registry)["headway_bounds"]) == {}
@@ -51,9 +53,17 @@ def test_a_grade_is_counted_by_how_far_off_it_was(metrics: Metrics, error_s: flo
 
 def test_kept_and_missed_bounds_are_told_apart(metrics: Metrics) -> None:
     for kept in (True, True, False):
-        metrics.grade("m", "a", "curve", Grade(1.0, 1.0, kept))
+        metrics.grade("m", "a", "curve", Grade(1.0, 1.0, kept, within_interval=True))
     assert metrics.registry.get_sample_value("headway_bounds_total", {"pool": "m", "kept": "yes"}) == 2
     assert metrics.registry.get_sample_value("headway_bounds_total", {"pool": "m", "kept": "no"}) == 1
+
+
+def test_intervals_that_held_are_told_from_others(metrics: Metrics) -> None:
+    for held in (True, True, True, False):
+        metrics.grade("m", "a", "curve", Grade(1.0, 1.0, None, held))
+    labels = {"pool": "m", "worker": "a"}
+    assert metrics.registry.get_sample_value("headway_prediction_intervals_total", labels | {"held": "yes"}) == 3
+    assert metrics.registry.get_sample_value("headway_prediction_intervals_total", labels | {"held": "no"}) == 1
 
 
 def test_cache_verdicts_are_counted(metrics: Metrics) -> None:

@@ -17,6 +17,11 @@ def test_the_error_is_positive_when_the_truth_was_slower(actual_s: float, error_
     assert (graded.predicted_s, graded.actual_s, graded.kept_bound) == (6.1, actual_s, None)
 
 
+@pytest.mark.parametrize(("actual_s", "held"), [(6.1, True), (2.0, False), (5.0, True), (60.0, False)])
+def test_it_says_whether_the_interval_held(actual_s: float, held: bool) -> None:
+    assert grade(PROMISED, actual_s, None).within_interval is held
+
+
 @pytest.mark.parametrize(("actual_s", "kept"), [(6.1, True), (7.09, True), (7.11, False), (60.0, False), (0.5, True)])
 def test_a_bound_is_kept_by_what_is_left_of_the_time_without_prefill_and_overhead(actual_s: float, kept: bool) -> None:
     # 5 s of waiting and the 2.1 s that are its own: 7.1.
