@@ -22,8 +22,6 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from predictor.engines.vllm import Step
-
 _Array = npt.NDArray[np.float64]
 # What a server spends on a token outside of its engine, at most, of what the engine spends.
 _REQUEST_TOKEN_RATIO = 0.1
@@ -58,10 +56,10 @@ class StepCost:
     def overhead_s(self, prompt_tokens: int) -> float:
         return self.per_request_s + self.per_request_token_s * prompt_tokens
 
-    def step_s(self, step: Step) -> float:
-        seconds = self.fixed_s + self.per_decode_s * len(step.decodes)
-        for seq, tokens in step.chunks:
-            seconds += self.tokens_s(seq.computed, seq.computed + tokens)
+    def step_s(self, new_tokens: int, squares: int, decoding: int) -> float:
+        """One step: `new_tokens` of prefill chunks, the sum of their end^2 - start^2, and sequences that decode."""
+        seconds = self.fixed_s + self.per_decode_s * decoding
+        seconds += self.per_token_s * new_tokens + self.per_token_squared_s * squares
         return max(_MIN_STEP_S, seconds)
 
     def decode_step_s(self, decodes: int) -> float:

@@ -199,7 +199,7 @@ class Shadow:
             self._step = None
         else:
             self._step = step
-            self._step_end_s = start_s + self._cost.step_s(step)
+            self._step_end_s = start_s + self._cost.step_s(step.new_tokens, step.squares, len(step.decodes))
 
     def _awaits_first_token(self, step: Step) -> bool:
         present = self._queue.running
@@ -265,7 +265,7 @@ def run_forward(queue: Queue, step: Step | None, settings: Settings, cost: StepC
             break
         step = schedule(future, settings, newcomers=1)
         starts.append(clock_s)
-        clock_s += cost.step_s(step)
+        clock_s += cost.step_s(step.new_tokens, step.squares, len(step.decodes))
         room += step.room
         ends.append(clock_s)
         rooms.append(room)

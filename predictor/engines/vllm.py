@@ -68,6 +68,15 @@ class Step:
     room: int
 
     @property
+    def new_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.chunks)
+
+    @property
+    def squares(self) -> int:
+        """Sum over the chunks of end^2 - start^2, positions in tokens: attention's work."""
+        return sum((seq.computed + tokens) ** 2 - seq.computed**2 for seq, tokens in self.chunks)
+
+    @property
     def empty(self) -> bool:
         return not self.chunks and not self.decodes
 
