@@ -164,7 +164,11 @@ def _policy(pool: PoolConfig) -> PoolPolicy:
     return PoolPolicy(
         name=pool.name,
         learning=LearningPolicy(
-            learning.min_samples, learning.min_length_ratio, learning.default_tokens_per_s, learning.default_step_s
+            min_samples=learning.min_samples,
+            min_length_ratio=learning.min_length_ratio,
+            default_tokens_per_s=learning.default_tokens_per_s,
+            default_step_s=learning.default_step_s,
+            min_intervals=learning.min_intervals,
         ),
         learning_share=learning.share,
         retry=RetryPolicy(pool.retry_after.cap_s, pool.retry_after.jitter),

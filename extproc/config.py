@@ -66,6 +66,7 @@ class Gateway(_Section, frozen=True):
 
 class Learning(_Section, frozen=True):
     min_samples: _Positive = 8
+    min_intervals: _Positive = 30
     min_length_ratio: Annotated[float, msgspec.Meta(ge=1)] = 4.0
     default_tokens_per_s: _Seconds = 2000.0
     default_step_s: _Seconds = 0.01

@@ -84,6 +84,7 @@ class Ticket:
     joins_at_s: float  # when the step under way ends, and the first that it can be part of begins
     solo: bool  # no other prefill shared the worker with its own
     decodes_beside: int
+    cost_changes: int  # of the worker's speed, when it was forecast
     decoded_alone: bool = False  # nothing else was in flight on the worker since its first token
     first_token_at_s: float | None = None
     overdue: bool = False  # the upper end of its interval passed without a first token
@@ -309,6 +310,8 @@ class Fleet:
         worker.calibration.grade(
             priced.kind, priced.spread, predicted_s, actual_s - priced.already_waited_s, ticket.overdue
         )
+        if worker.cost.graded(predicted_s, actual_s - priced.already_waited_s, ticket.cost_changes):
+            worker.shadow.set_cost(worker.cost.cost)
         return FirstToken(ticket, grade(ticket.forecast, actual_s, ticket.wish.max_queue_wait_s))
 
     def finish(self, ticket_id: str, usage: Usage, now_s: float, retried: bool = False) -> Ended | None:
@@ -495,6 +498,7 @@ class Fleet:
             joins_at_s=shadow.timeline(now_s).begins_s,
             solo=solo,
             decodes_beside=shadow.decoding,
+            cost_changes=worker.cost.changes,
         )
         if ticket.id in self._tickets:
             raise ValueError(f"ticket {ticket.id!r} is already in flight")
@@ -531,6 +535,7 @@ class Fleet:
             assert usage.output_tokens is not None
             step_s = (now_s - ticket.first_token_at_s) / (usage.output_tokens - 1)
             worker.cost.add_decode(DecodeSample(1, step_s))
+            worker.shadow.set_cost(worker.cost.cost)
         if not ticket.solo:
             return False
         if ticket.forecast.exact_tokens:

@@ -1,4 +1,4 @@
-"""What a worker's steps cost, learned from requests that had the worker's prefill to themselves.
+"""What a worker's steps cost, learned from the intervals between step ends and from requests that were alone.
 
 A prompt of n tokens of which p are cached, prefilled in s steps beside k decoding sequences a step, takes
 
@@ -8,30 +8,53 @@ seconds, where the overhead is what a server spends on a request outside of its 
 prompt into chunks changes only the number of steps, so the same numbers price a whole prompt and each single step of
 the replay. They are fitted by non-negative least squares on relative errors: what is promised is
 the predicted time, never the parameters, some of which a worker's traffic may not tell apart.
+
+Two kinds of samples. Requests that had the worker to themselves are clean, and rare on a busy worker; they tell what a
+request costs outside of the steps. Intervals between two observed step ends are plentiful under load. Both stand in one
+fit. A worker that changes its speed (throttled, a noisy neighbour) is noticed by its newest samples being off all in
+one direction: unless the fit finds a shape that explains them, everything older is taken to be slower by as much.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
-import itertools
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, exp, log
 
 import numpy as np
-import numpy.typing as npt
 
-_Array = npt.NDArray[np.float64]
+from predictor.cost_fit import (
+    BENDS,
+    DECODES,
+    FEATURES,
+    REQUEST,
+    REQUEST_TOKENS,
+    SQUARES,
+    STEPS,
+    TOKENS,
+    Array,
+    Fit,
+    Samples,
+)
+from predictor.drift import Change, Drift, Off, off
+from predictor.step_sample import StepSample
+
 # What a server spends on a token outside of its engine, at most, of what the engine spends.
 _REQUEST_TOKEN_RATIO = 0.1
 # No engine steps faster. A fit may find that steps cost nothing, and a replay must get on all the same.
 _MIN_STEP_S = 1e-4
-# What timing one request from outside is off by, whatever its length: below it, relative errors mean nothing.
-_NOISE_S = 0.01
+# What timing a request, a decode step (over a whole output) and an interval between step ends is off by, whatever its
+# length: below it, relative errors mean nothing.
+_REQUEST_NOISE_S, _DECODE_NOISE_S, _INTERVAL_NOISE_S = 0.01, 0.01 / 8, 0.001
 # Until samples say otherwise, a decoding sequence costs a step this part of what the step costs anyway: alone, requests
 # can hardly tell the two apart, and a busy worker multiplies the mistake by all that decode.
 _DECODE_RATIO = 0.03
+_REQUESTS_KEPT, _DECODES_KEPT, _INTERVALS_KEPT = 40, 64, 64
+_SAMPLES_PER_FIT, _ALL_FITTED = 8, 64
+# An attention that bends explains so much more of the samples, or is none.
+_BEND_GAIN, _BEND_MIN_SAMPLES = 8.0, 100
+_PLAIN = [REQUEST, REQUEST_TOKENS, STEPS, TOKENS, SQUARES, DECODES]
 
 
 class Basis(enum.Enum):
@@ -44,7 +67,11 @@ class Basis(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds a step takes, by its parts; the overhead is spent once per request outside of the steps."""
+    """Seconds a step takes, by its parts; the overhead is spent once per request outside of the steps.
+
+    `per_token_bent_s` is a second square, of an attention that looks back `bend_tokens` at most: quadratic up to there
+    and linear beyond (sparse attention).
+    """
 
     per_request_s: float
     per_request_token_s: float  # of the whole prompt, cached or not
@@ -52,6 +79,8 @@ class StepCost:
     per_token_s: float
     per_token_squared_s: float
     per_decode_s: float
+    per_token_bent_s: float = 0.0
+    bend_tokens: int = 0
 
     def overhead_s(self, prompt_tokens: int) -> float:
         return self.per_request_s + self.per_request_token_s * prompt_tokens
@@ -60,6 +89,8 @@ class StepCost:
         """One step: `new_tokens` of prefill chunks, the sum of their end^2 - start^2, and sequences that decode."""
         seconds = self.fixed_s + self.per_decode_s * decoding
         seconds += self.per_token_s * new_tokens + self.per_token_squared_s * squares
+        if self.per_token_bent_s and new_tokens:
+            seconds += self.per_token_bent_s * _bent_squares(new_tokens, squares, self.bend_tokens)
         return max(_MIN_STEP_S, seconds)
 
     def decode_step_s(self, decodes: int) -> float:
@@ -67,12 +98,24 @@ class StepCost:
 
     def tokens_s(self, start: int, end: int) -> float:
         """Prefilling positions `start` to `end`, without the part that each step costs."""
-        return self.per_token_s * (end - start) + self.per_token_squared_s * (end * end - start * start)
+        seconds = self.per_token_s * (end - start) + self.per_token_squared_s * (end * end - start * start)
+        if self.per_token_bent_s:
+            seconds += self.per_token_bent_s * (_bent(end, self.bend_tokens) - _bent(start, self.bend_tokens))
+        return seconds
 
     def alone_s(self, cached_tokens: int, prompt_tokens: int, max_num_batched_tokens: int) -> float:
         """Prefilling a prompt on a worker that does nothing else, without the overhead."""
         steps = ceil(max(1, prompt_tokens - cached_tokens) / max_num_batched_tokens)
         return self.fixed_s * steps + self.tokens_s(cached_tokens, prompt_tokens)
+
+
+def _bent(position: int, bend: int) -> int:
+    return position * position if position <= bend else (2 * position - bend) * bend
+
+
+def _bent_squares(new_tokens: int, squares: int, bend: int) -> float:
+    """What is left of a step's squares: where its chunks lie is known from their mean position only."""
+    return new_tokens * min(squares / new_tokens, 2.0 * bend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +126,7 @@ class LearningPolicy:
     min_length_ratio: float = 4.0  # longest over shortest uncached length among the samples
     default_tokens_per_s: float = 2000.0
     default_step_s: float = 0.01
+    min_intervals: int = 30  # of steps with prefill in them: enough instead of the samples above
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +153,29 @@ class DecodeSample:
 
 
 class PrefillCost:
-    """One worker's cost curve. `cost` is valid at any time; `basis` says what it is worth."""
+    """One worker's cost curve. `cost` is valid at any time; `basis` says what it is worth.
 
-    _KEPT_PER_OCTAVE, _DECODES_KEPT = 40, 64
-    _FORGETTING = 0.995  # weight of a sample per newer one ...
-    _OLDEST = 800  # ... up to so many: who has nobody younger of about his length still has a say
+    `changes` counts how often the worker was found to run at another speed: forecasts from before one say nothing about
+    those after it.
+    """
 
     def __init__(self, policy: LearningPolicy) -> None:
         self._policy = policy
-        # By length, in powers of two: a thousand requests alike must not push out what is known of others.
-        self._octaves: dict[int, deque[tuple[int, PrefillSample]]] = {}
-        self._taken = 0
+        self.changes = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """The engine is another than the one that was measured."""
+        self._samples = Samples()
         self._fitted_at = 0
-        self._lengths = 1 << 62, 0  # the shortest and the longest so far
-        self._decodes: deque[DecodeSample] = deque(maxlen=self._DECODES_KEPT)
-        self.cost = _default_cost(policy)
+        self._lengths = 1 << 62, 0  # the shortest and the longest request so far
+        self._requests = self._intervals = 0
+        self._prefill_drift, self._decode_drift, self._grade_drift = Drift(), Drift(), Drift()
+        self._ungraded_intervals = 0
+        self._coefficients: Array = np.zeros(FEATURES)
+        self.cost = _default_cost(self._policy)
         self.basis = Basis.DEFAULT
+        self.changes += 1
 
     @property
     def learned(self) -> bool:
@@ -132,141 +183,234 @@ class PrefillCost:
 
     @property
     def samples(self) -> int:
-        return sum(len(octave) for octave in self._octaves.values())
-
-    def forget(self) -> None:
-        """The engine is another than the one that was measured."""
-        self._octaves.clear()
-        self._lengths = 1 << 62, 0
-        self._decodes.clear()
-        self.cost, self.basis = _default_cost(self._policy), Basis.DEFAULT
+        return len(self._samples)
 
     def add(self, sample: PrefillSample) -> bool:
         """Learns from one prefill; False if the sample says nothing (no work, or no time)."""
         if sample.computed_tokens <= 0 or not 0 < sample.seconds < 3600:
             return False
-        self._taken += 1
-        octave = self._octaves.setdefault(sample.computed_tokens.bit_length(), deque(maxlen=self._KEPT_PER_OCTAVE))
-        octave.append((self._taken, sample))
         known = self._lengths
         self._lengths = min(known[0], sample.computed_tokens), max(known[1], sample.computed_tokens)
-        # A fit takes up to a millisecond; what one more sample among many changes can wait for others.
-        if self._lengths != known or self._taken - self._fitted_at >= self.samples // _SAMPLES_PER_FIT:
-            self._fit()
+        self._requests += 1
+        self._take(
+            ("request", sample.computed_tokens.bit_length()),
+            _REQUESTS_KEPT,
+            sample.seconds,
+            _REQUEST_NOISE_S,
+            _request_features(sample),
+            at_once=self._lengths != known,
+        )
         return True
 
     def add_decode(self, sample: DecodeSample) -> None:
         """Learns what a step without prefill takes: prompts alone hardly tell a step's fixed cost from a token's."""
-        if 0 < sample.step_s < 60:
-            self._decodes.append(sample)
+        if not 0 < sample.step_s < 60:
+            return
+        features = (0.0, 0.0, 1.0, 0.0, 0.0, float(sample.decodes), *_NO_BENDS)
+        self._take(("output", sample.decodes.bit_length()), _DECODES_KEPT, sample.step_s, _DECODE_NOISE_S, features)
 
-    def _known(self) -> list[tuple[int, PrefillSample]]:
-        return [numbered for octave in self._octaves.values() for numbered in octave]
+    def add_steps(self, sample: StepSample) -> bool:
+        """Learns from the time between two observed step ends; False if the sample says nothing."""
+        if sample.steps <= 0 or not 0 < sample.duration_s < 3600 or min(sample.new_tokens, sample.decoding) < 0:
+            return False
+        if not sample.new_tokens and not sample.decoding:
+            return False
+        if sample.new_tokens:
+            self._intervals += 1
+            self._ungraded_intervals += 1
+        stratum = (
+            "steps",
+            (sample.new_tokens // sample.steps).bit_length(),
+            (sample.squares // max(1, sample.new_tokens)).bit_length(),
+            # Beside prefill, decodes are told apart more coarsely: all that matters of them shows without it.
+            (sample.decoding // sample.steps).bit_length() // (3 if sample.new_tokens else 1),
+        )
+        self._take(stratum, _INTERVALS_KEPT, sample.duration_s, _INTERVAL_NOISE_S, _interval_features(sample))
+        return True
+
+    def graded(self, predicted_s: float, actual_s: float, changes: int) -> bool:
+        """Takes in how long a request took from its booking to its first token, against what was forecast.
+
+        A worker that shows no step ends has nothing else to tell its speed by while it is busy. `changes` is what it
+        was when the forecast was made. True if the worker is found to run at another speed.
+        """
+        if changes != self.changes or self._ungraded_intervals or not self.learned:
+            self._ungraded_intervals = 0
+            self._grade_drift.clear()
+            return False
+        if min(predicted_s, actual_s) <= 0:
+            return False
+        self._grade_drift.add(off(actual_s, predicted_s, _REQUEST_NOISE_S), self._samples.taken + 1, ())
+        found = self._grade_drift.found()
+        if found is None or abs(found.level) < _GRADE_DRIFT:
+            return False
+        self._rescale(found, prefills=True, decodes=True)
+        self._changed()
+        return True
+
+    def _take(
+        self,
+        stratum: tuple[object, ...],
+        kept: int,
+        seconds: float,
+        noise_s: float,
+        features: tuple[float, ...],
+        at_once: bool = False,
+    ) -> None:
+        self._samples.add(stratum, kept, seconds, noise_s, features)
+        # A fit takes a millisecond or two; what one more sample among many changes can wait for others.
+        known = len(self._samples)
+        due = known // _SAMPLES_PER_FIT if known > _ALL_FITTED else 1
+        if at_once or self._samples.taken - self._fitted_at >= due:
+            self._fit()
+        if self.basis is not Basis.CURVE:
+            return
+        drift = self._prefill_drift if features[TOKENS] else self._decode_drift
+        sample = (seconds, noise_s, *features)
+        drift.add(self._off(sample), self._samples.taken, sample)
+        found = drift.found()
+        if found is not None:
+            self._judge(found, prefill=features[TOKENS] > 0)
+
+    def _judge(self, change: Change, prefill: bool) -> None:
+        """The newest samples are off: because the worker has changed, or because of what they are made of?
+
+        The first giant after many small prompts shows what its length costs. So a change must explain all samples
+        clearly better than a shape does.
+        """
+        self._fit()
+        as_it_is = self._misfit(change.since)
+        before = self._samples, self.cost, self._coefficients
+        # Decode steps seen since have had their say.
+        decodes = self._decode_drift.since(change.since) if prefill else []
+        settled = len(decodes) >= _SETTLED and abs(float(np.median(decodes))) < abs(change.level) / 2
+        self._rescale(change, prefill, decodes=not settled)
+        if self._misfit(change.since) < _CHANGE_GAIN * as_it_is:
+            self._changed()
+        else:
+            self._samples, self.cost, self._coefficients = before
+            (self._prefill_drift if prefill else self._decode_drift).clear()
+
+    def _rescale(self, change: Change, prefills: bool, decodes: bool) -> None:
+        factor = exp(min(_FASTEST_CHANGE, max(-_FASTEST_CHANGE, change.level)))
+        self._samples = self._samples.rescaled(factor, change.since, prefills, decodes)
+        self._fit()
+
+    def _changed(self) -> None:
+        self.changes += 1
+        for drift in (self._prefill_drift, self._decode_drift, self._grade_drift):
+            drift.clear()
+
+    def _misfit(self, since: int) -> float:
+        """How far off the samples are by the present fit, those since a change for one half and all for the other."""
+        features, seconds, noise, weights = self._samples.known()
+        errors = np.minimum(1.0, np.abs(features @ self._coefficients - seconds) / (seconds + noise))
+        newest = [min(1.0, abs(error)) for error in self._prefill_drift.since(since) + self._decode_drift.since(since)]
+        return float(errors @ weights / weights.sum()) + (float(np.mean(newest)) if newest else 0.0)
+
+    def _off(self, sample: Sequence[float]) -> Off:
+        return off(sample[0], float(self._coefficients @ np.array(sample[2:])), sample[1])
 
     def _fit(self) -> None:
-        self._fitted_at = self._taken
-        lengths = [sample.computed_tokens for _, sample in self._known()]
-        spans = max(lengths) >= self._policy.min_length_ratio * min(lengths)
-        if len(lengths) >= self._policy.min_samples and spans:
-            self.cost, self.basis = self._fit_curve(), Basis.CURVE
+        self._fitted_at = self._samples.taken
+        spans = self._lengths[1] >= self._policy.min_length_ratio * self._lengths[0]
+        if (self._requests >= self._policy.min_samples and spans) or self._intervals >= self._policy.min_intervals:
+            self._coefficients, bend = self._fit_curve()
+            self.cost, self.basis = _step_cost(self._coefficients, bend), Basis.CURVE
+            self._prefill_drift.again(self._off)
+            self._decode_drift.again(self._off)
         else:
-            self.cost, self.basis = self._fit_rate(), Basis.RATE
+            self._fit_rate()
 
-    def _fit_rate(self) -> StepCost:
-        known = [sample for _, sample in self._known()]
-        rate = sum(sample.seconds for sample in known) / sum(sample.computed_tokens for sample in known)
-        return StepCost(0.0, 0.0, 0.0, rate, 0.0, 0.0)
+    def _fit_rate(self) -> None:
+        features, seconds, _, _ = self._samples.known()
+        prefills, steps = features[:, TOKENS] > 0, features[:, STEPS]
+        if not prefills.any():
+            return
+        # What steps without prefill take, where any were seen, is no part of the rate.
+        decodes = ~prefills & (steps > 0)
+        fixed_s = 0.0
+        if decodes.any():
+            beside = features[decodes, DECODES] / steps[decodes] - 1
+            fixed_s = float(np.median(seconds[decodes] / steps[decodes] / (1 + _DECODE_RATIO * beside)))
+        took_s = float(seconds[prefills].sum())
+        tokens_s = max(0.1 * took_s, took_s - fixed_s * float(steps[prefills].sum()))
+        rate = tokens_s / float(features[prefills, TOKENS].sum())
+        self.cost = StepCost(0.0, 0.0, fixed_s, rate, 0.0, _DECODE_RATIO * fixed_s)
+        self.basis = Basis.RATE
 
-    def _fit_curve(self) -> StepCost:
-        samples = [sample for _, sample in self._known()]
-        decodes = [(0.0, 0.0, 1.0, 0.0, 0.0, float(sample.decodes)) for sample in self._decodes]
-        # Sixteen decodes a step against one, by the ratio above.
-        prior = (0.0, 0.0, -15 * _DECODE_RATIO, 0.0, 0.0, 16 - (1 + 15 * _DECODE_RATIO))
-        step_s = float(np.median([s.step_s for s in self._decodes])) if decodes else self._policy.default_step_s
-        features = np.array([prior, *decodes, *(_features(sample) for sample in samples)])
-        seconds = np.array([0.0] + [s.step_s for s in self._decodes] + [s.seconds for s in samples])
-        ages = np.minimum([self._taken - number for number, _ in self._known()], self._OLDEST)
-        age = np.concatenate([[0], np.arange(len(decodes) - 1, -1, -1), ages])
-        if not any(sample.cached_tokens > 4 * sample.computed_tokens for sample in samples):
+    def _fit_curve(self) -> tuple[Array, int]:
+        """The coefficients, and which bend is among them (tokens; 0: none)."""
+        features, seconds, noise, weights = self._samples.known()
+        columns = list(_PLAIN)
+        requests = features[:, REQUEST] > 0
+        cached = features[requests, REQUEST_TOKENS] - features[requests, TOKENS] > 4 * features[requests, TOKENS]
+        if not cached.any() and (self._intervals < self._policy.min_intervals or not requests.any()):
             # Cold prompts cannot tell a server's work per token from its engine's: all of it is the engine's then.
-            features[:, _PER_REQUEST_TOKEN] = 0.0
-        # A decode step is timed over a whole output, and so is less off.
-        noise = np.array([5 * step_s] + [_NOISE_S / 8] * len(decodes) + [_NOISE_S] * len(samples))
-        weights = self._FORGETTING**age / (seconds + noise) ** 2
-        solution = _robust_fit(features, seconds, weights, noise)
-        if solution[_PER_REQUEST_TOKEN] > _REQUEST_TOKEN_RATIO * solution[_PER_TOKEN]:
+            columns.remove(REQUEST_TOKENS)
+        decode_steps = (features[:, TOKENS] == 0) & (features[:, STEPS] > 0)
+        step_s = self._policy.default_step_s
+        if decode_steps.any():
+            step_s = float(np.median(seconds[decode_steps] / features[decode_steps, STEPS]))
+        # Sixteen decodes a step against one, by the ratio above.
+        prior = np.zeros(FEATURES)
+        prior[STEPS], prior[DECODES] = -15 * _DECODE_RATIO, 16 - (1 + 15 * _DECODE_RATIO)
+        fit = Fit(
+            np.vstack([features, prior]),
+            np.append(seconds, 0.0),
+            np.append(weights, 1.0),
+            np.append(noise, 5 * step_s),
+            columns,
+            self._coefficients if self.learned else None,
+        )
+        found = fit.chosen(columns)
+        if found[REQUEST_TOKENS] > _REQUEST_TOKEN_RATIO * found[TOKENS]:
             # No server works so much on a token beside its engine: the cached prompts were held up by something else.
-            features[:, _PER_REQUEST_TOKEN] = 0.0
-            solution = _robust_fit(features, seconds, weights, noise)
-        if solution[_SQUARE] > 0 and solution[_PER_TOKEN] == 0:
+            columns.remove(REQUEST_TOKENS)
+            found = fit.chosen(columns)
+        if found[SQUARES] > 0 and found[TOKENS] == 0:
             # Of few lengths the square alone may seem to explain everything, and then a giant takes hours.
-            features[:, _SQUARE] = 0.0
-            solution = _robust_fit(features, seconds, weights, noise)
-        request, request_token, fixed, linear, square, decode = (float(value) for value in solution)
-        return StepCost(request, request_token, fixed, linear, square, decode)
+            columns.remove(SQUARES)
+            found = fit.chosen(columns)
+        return _bend(fit, found, columns) if len(seconds) >= _BEND_MIN_SAMPLES else (found, 0)
 
 
-_PER_REQUEST_TOKEN, _PER_TOKEN, _SQUARE = 1, 3, 4
-_SAMPLES_PER_FIT = 16
+_NO_BENDS = (0.0,) * len(BENDS)
+# Grades are off for many reasons; this much in one direction, four times in a row, has one.
+_GRADE_DRIFT = 0.3
+_FASTEST_CHANGE = log(8.0)
+_CHANGE_GAIN = 0.8  # what must be left of the misfit at most
+_SETTLED = 4
 
 
-def _robust_fit(features: _Array, seconds: _Array, weights: _Array, noise: _Array) -> _Array:
-    """Three rounds, the later ones with outliers held down (Huber): one stalled sample must not bend the curve."""
-    solution = non_negative_least_squares(features, seconds, weights)
-    for _ in range(2):
-        relative = np.abs(features @ solution - seconds) / (seconds + noise)
-        spread = max(0.005, 1.5 * float(np.median(relative)))
-        robust = weights * np.minimum(1.0, spread / np.maximum(relative, 1e-9))
-        solution = non_negative_least_squares(features, seconds, robust)
-    return solution
+def _bend(fit: Fit, plain: Array, columns: list[int]) -> tuple[Array, int]:
+    best, best_score, bend = plain, fit.score(plain) - _BEND_GAIN, 0
+    for column, tokens in enumerate(BENDS, start=FEATURES - len(BENDS)):
+        found = fit.least([*columns, column], plain + (np.arange(FEATURES) == column))
+        score = fit.score(found)
+        if score < best_score and found[column] > 0 and found[TOKENS] > 0:
+            best, best_score, bend = found, score, tokens
+    return best, bend
 
 
-def _features(sample: PrefillSample) -> tuple[float, ...]:
+def _step_cost(coefficients: Array, bend: int) -> StepCost:
+    request, request_token, fixed, linear, square, decode, *bent = (float(value) for value in coefficients)
+    return StepCost(request, request_token, fixed, linear, square, decode, sum(bent), bend)
+
+
+def _request_features(sample: PrefillSample) -> tuple[float, ...]:
     end, start = sample.prompt_tokens, sample.cached_tokens
-    return 1.0, end, sample.steps, end - start, end * end - start * start, sample.steps * sample.decodes_per_step
+    bent = [float(_bent(end, bend) - _bent(start, bend)) for bend in BENDS]
+    squares = float(end * end - start * start)
+    return 1.0, end, sample.steps, end - start, squares, sample.steps * sample.decodes_per_step, *bent
+
+
+def _interval_features(sample: StepSample) -> tuple[float, ...]:
+    tokens, squares = sample.new_tokens, sample.squares
+    bent = [_bent_squares(tokens, squares, bend) for bend in BENDS] if tokens else _NO_BENDS
+    arrival = (0.0, 0.0) if sample.arrival_tokens is None else (1.0, float(sample.arrival_tokens))
+    return *arrival, sample.steps, tokens, float(squares), sample.decoding, *bent
 
 
 def _default_cost(policy: LearningPolicy) -> StepCost:
     return StepCost(0.0, 0.0, policy.default_step_s, 1.0 / policy.default_tokens_per_s, 0.0, 0.0)
-
-
-def non_negative_least_squares(features: _Array, values: _Array, weights: _Array) -> _Array:
-    """Weighted least squares with no negative coefficient, by trying every set of active columns.
-
-    Of sets of different size a mild form of Akaike's criterion chooses: a column that explains no more than noise
-    would is left out, since far from the samples (a giant after small prompts) it would be all noise. The full
-    criterion leaves out too much: that attention grows with the square is known, only the factor is not.
-
-    `features` is samples x columns; with six columns that is 63 small solves, done for all sets of one size
-    at once. Columns are scaled and a tiny ridge keeps columns that the samples cannot tell apart from blowing up.
-    """
-    root = np.sqrt(weights)
-    scale = np.sqrt(((features * root[:, None]) ** 2).sum(axis=0))
-    scale[scale == 0] = 1.0
-    scaled = features * root[:, None] / scale
-    target = values * root
-    normal, right = scaled.T @ scaled, scaled.T @ target
-    total = float(target @ target)
-    columns = features.shape[1]
-    best, best_score = np.zeros(columns), np.inf
-    samples = len(values)
-    for size in range(1, columns + 1):
-        sets = _column_sets(columns, size)
-        matrices, sides = normal[sets[:, :, None], sets[:, None, :]], right[sets]
-        parts = np.linalg.solve(matrices + 1e-9 * np.eye(size), sides[:, :, None])[:, :, 0]
-        losses = total - 2 * (parts * sides).sum(axis=1) + np.einsum("si,sij,sj->s", parts, matrices, parts)
-        losses[(parts < 0).any(axis=1)] = np.inf
-        winner = int(losses.argmin())
-        # Losses below the floor are rounding errors.
-        loss = max(float(losses[winner]), 1e-10 * total, 1e-300)
-        score = samples * np.log(loss) + size
-        if score < best_score:
-            best, best_score = np.zeros(columns), score
-            best[sets[winner]] = parts[winner]
-    coefficients: _Array = best / scale
-    return coefficients
-
-
-@functools.cache
-def _column_sets(columns: int, size: int) -> npt.NDArray[np.intp]:
-    return np.array(list(itertools.combinations(range(columns), size)))

@@ -18,3 +18,4 @@ class StepSample:
     squares: int  # sum over the prefill chunks of end^2 - start^2, positions in tokens: attention's work
     decoding: int  # sequences that decoded, once for each step
     steps: int = 1
+    arrival_tokens: int | None = None  # began with the arrival of a prompt of so many tokens; None: with a step's end

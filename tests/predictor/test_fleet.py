@@ -13,6 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from predictor.cost_fit import REQUEST, STEPS, TOKENS
 from predictor.engines.vllm import Settings
 from predictor.fleet import (
     Decision,
@@ -406,9 +407,10 @@ def test_a_sample_counts_the_steps_that_the_threshold_made_of_it() -> None:
     beside = bench.grant(100, 1.0)
     bench.fleet.first_token(beside.id, None, 1.5)
     bench.serve(bench.grant(8000, 2.0), 4.0, 5.0)
-    samples = [sample for _, sample in bench.fleet._pools["m"].workers["w0"].cost._known()]
+    features, *_ = bench.fleet._pools["m"].workers["w0"].cost._samples.known()
+    requests = features[features[:, REQUEST] > 0]
     # Alone, a prompt is spared by the threshold; beside a decode it is not.
-    assert [(sample.computed_tokens, sample.steps) for sample in samples] == [(100, 1), (8000, 8)]
+    assert requests[:, [TOKENS, STEPS]].tolist() == [[100, 1], [8000, 8]]
 
 
 def test_estimated_lengths_teach_only_with_what_the_engine_reports() -> None:

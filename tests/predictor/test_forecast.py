@@ -80,7 +80,8 @@ def test_a_forecast_whose_parts_do_not_add_up_cannot_be_made() -> None:
 def test_whatever_is_ahead_and_whatever_it_costs_the_parts_add_up(
     ahead: list[int], tokens: int, share: float, now_s: float, parts: list[float]
 ) -> None:
-    cost = StepCost(*parts)
+    request, token, fixed, linear, square, decode = parts
+    cost = StepCost(request, token, fixed, linear, square, decode)
     shadow = Shadow(SETTINGS, cost)
     for number, length in enumerate(ahead):
         shadow.book(Sequence(str(number), length, 0, 10), 0.0)
