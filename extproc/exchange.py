@@ -5,10 +5,11 @@ Envoy did not say, or said something that makes no sense; it never stands for ze
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Final
+
+import msgspec
 
 Metadata = Mapping[str, Mapping[str, object]]
 """Dynamic metadata: namespace -> key -> plain value (str, float, bool, None, or lists and dicts of them)."""
@@ -93,8 +94,7 @@ class Phase(Enum):
     RESPONSE_TRAILERS = "response_trailers"
 
 
-@dataclass(frozen=True, slots=True)
-class Protocol:
+class Protocol(msgspec.Struct, frozen=True, gc=False):
     """The body modes of this stream, as Envoy's first message declares them."""
 
     request_body: BodyMode
@@ -104,8 +104,7 @@ class Protocol:
 # Events: Envoy -> us.
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHeaders:
+class RequestHeaders(msgspec.Struct, frozen=True, gc=False):
     """The request begins."""
 
     headers: Headers
@@ -119,21 +118,18 @@ class RequestHeaders:
     """The request attributes that the filter is configured to send, by name, such as `source.address`."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestBody:
+class RequestBody(msgspec.Struct, frozen=True, gc=False):
     """The whole body (BUFFERED), its beginning (BUFFERED_PARTIAL), or a piece of it (streamed modes)."""
 
     body: bytes
     end_of_stream: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTrailers:
+class RequestTrailers(msgspec.Struct, frozen=True, gc=False):
     """The request is complete. In FULL_DUPLEX_STREAMED this may stand in for `end_of_stream` on the body."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHeaders:
+class ResponseHeaders(msgspec.Struct, frozen=True, gc=False):
     """The upstream began to answer."""
 
     headers: Headers
@@ -145,8 +141,7 @@ class ResponseHeaders:
     """The "ip:port" that Envoy's override_host policy picked in the end."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseBody:
+class ResponseBody(msgspec.Struct, frozen=True, gc=False):
     """A piece of the response body; the first one, in STREAMED mode, carries the first token."""
 
     chunk: bytes
@@ -157,13 +152,11 @@ class ResponseBody:
     """The "ip:port" that Envoy's override_host policy picked in the end."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseTrailers:
+class ResponseTrailers(msgspec.Struct, frozen=True, gc=False):
     """The response is complete."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
+class Unknown(msgspec.Struct, frozen=True, gc=False):
     """A message that this version does not know."""
 
 
@@ -173,15 +166,14 @@ Event = RequestHeaders | RequestBody | RequestTrailers | ResponseHeaders | Respo
 # Replies: us -> Envoy.
 
 
-@dataclass(frozen=True, slots=True)
-class Continue:
+class Continue(msgspec.Struct, frozen=True, gc=False):
     """Go on, with these changes. Answers exactly one event, that of the same phase."""
 
     phase: Phase
     set_headers: tuple[tuple[str, str], ...] = ()
     """Replace, or add, these headers of the request or response."""
     remove_headers: tuple[str, ...] = ()
-    dynamic_metadata: Mapping[str, Mapping[str, str | float | bool]] = field(default_factory=dict)
+    dynamic_metadata: Mapping[str, Mapping[str, str | float | bool]] = msgspec.field(default_factory=dict)
     """Namespace -> key -> value. Envoy drops namespaces that its filter config does not receive."""
     clear_route_cache: bool = False
     """Choose the route again with the changed headers. Has no effect on trailers."""
@@ -190,8 +182,7 @@ class Continue:
     has `allow_mode_override`; else Envoy ignores it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Echo:
+class Echo(msgspec.Struct, frozen=True, gc=False):
     """A piece of a body sent back in FULL_DUPLEX_STREAMED mode, where whatever is not sent back is lost."""
 
     phase: Phase
@@ -200,8 +191,7 @@ class Echo:
     end_of_stream: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True, gc=False):
     """End the exchange: Envoy answers the client with this, and sends nothing upstream."""
 
     status: int
@@ -210,7 +200,7 @@ class Refuse:
     body: bytes
     details: str
     """A short token for the access log (`response_code_details`)."""
-    dynamic_metadata: Mapping[str, Mapping[str, str | float | bool]] = field(default_factory=dict)
+    dynamic_metadata: Mapping[str, Mapping[str, str | float | bool]] = msgspec.field(default_factory=dict)
 
 
 Reply = Continue | Echo | Refuse
@@ -219,8 +209,7 @@ Reply = Continue | Echo | Refuse
 # The access log.
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEnd:
+class RequestEnd(msgspec.Struct, frozen=True, gc=False):
     """One access log entry. It reports the end of a request when `final`, else how it stands.
 
     Times are seconds since `start_time_s`, the first byte that Envoy received. None: that moment never came.

@@ -17,7 +17,8 @@ not expect is answered with a plain "go on", so that an Envoy configured in yet 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from extproc.answer import AnswerKind, AnswerReader
 from extproc.apis import Api, find_api
@@ -74,18 +75,15 @@ class Passed(enum.Enum):
 # Verdicts: what the judge says of a request.
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True, gc=False):
     reply: Continue
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(msgspec.Struct, frozen=True, gc=False):
     reply: Refuse
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(msgspec.Struct, frozen=True, gc=False):
     reason: Passed
 
 
@@ -95,25 +93,22 @@ Verdict = Route | Reject | Pass
 # Actions: what the server is to do, in order.
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True, gc=False):
     reply: Reply
 
 
-@dataclass(frozen=True, slots=True)
-class Decide:
+class Decide(msgspec.Struct, frozen=True, gc=False):
     """Ask the judge, and hand its verdict to `Session.decided`."""
 
     api: Api
     headers: Headers
     body: bytes | None  # None: it will not be seen
-    metadata: Metadata = field(default_factory=lambda: NOTHING)
+    metadata: Metadata = msgspec.field(default_factory=lambda: NOTHING)
     complete: bool = True  # False: Envoy sent only its beginning
     answer_seen: bool = True  # False: no first token will be seen
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True, gc=False):
     """The answer has begun. `kind` STREAMED means that the first token is here."""
 
     kind: AnswerKind
@@ -121,15 +116,13 @@ class Answered:
     served_endpoint: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True, gc=False):
     """Count a request that goes on without a decision."""
 
     reason: Passed
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True, gc=False):
     """End the stream with OK: Envoy goes on without us."""
 
 
@@ -201,7 +194,10 @@ class Session:
         match verdict:
             case Route(reply):
                 self.state = State.AWAIT_ANSWER
-                actions: list[Action] = [Send(replace(reply, phase=self._decision_phase)), *self._send_back()]
+                actions: list[Action] = [
+                    Send(msgspec.structs.replace(reply, phase=self._decision_phase)),
+                    *self._send_back(),
+                ]
                 if self._protocol.response_body is BodyMode.NONE:
                     # First, since Envoy ends the stream as soon as it has what it waits for.
                     return [Answered(AnswerKind.UNSEEN, None, None), *actions]

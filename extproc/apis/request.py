@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,8 +12,7 @@ class Unreadable(ValueError):
     """The body is not a request of this API: the engine's to answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(msgspec.Struct, frozen=True, gc=False):
     """Chat messages, still as JSON: they are parsed where the template is rendered, beside the event loop."""
 
     messages: msgspec.Raw
@@ -25,24 +23,21 @@ class ChatPrompt:
     system: str | None = None  # to stand before the messages
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionPrompt:
+class CompletionPrompt(msgspec.Struct, frozen=True, gc=False):
     """Text, token ids, or a list of either, still as JSON for the same reason."""
 
     raw: msgspec.Raw
     add_special_tokens: bool
 
 
-@dataclass(frozen=True, slots=True)
-class OpaquePrompt:
+class OpaquePrompt(msgspec.Struct, frozen=True, gc=False):
     """A prompt that is not read: only its size counts."""
 
 
 PromptSource = ChatPrompt | CompletionPrompt | OpaquePrompt
 
 
-@dataclass(frozen=True, slots=True)
-class LlmRequest:
+class LlmRequest(msgspec.Struct, frozen=True, gc=False):
     """The fields of a request that a decision needs; `max_queue_wait_s` is as the caller wrote it."""
 
     model: str | None  # None: it was not to be seen
@@ -55,8 +50,7 @@ class LlmRequest:
     body_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Api:
+class Api(msgspec.Struct, frozen=True, gc=False):
     """One API: how its body is read, and the shape in which its callers expect an error."""
 
     name: str
