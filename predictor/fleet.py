@@ -22,6 +22,7 @@ from predictor.forecast import Forecast, forecast
 from predictor.grading import CacheVerdict, Grade, grade, judge_cache
 from predictor.interval import Calibration, PoolErrors
 from predictor.kv_events import Batch
+from predictor.output_lengths import LengthCurve, OutputLengths
 from predictor.prefill_cost import Basis, DecodeSample, LearningPolicy, PrefillCost, PrefillSample
 from predictor.prefixes_ahead import PrefixesAhead
 from predictor.prompt import BlockHasher, Prompt
@@ -171,12 +172,16 @@ class _Pool:
     indexes: dict[int, CacheIndex] = field(default_factory=dict)  # by block size
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=_RECENT_GRANTS))
     errors: PoolErrors = field(default_factory=PoolErrors)
-    output_tokens: float | None = None  # running mean of what requests generated
+    lengths: OutputLengths = field(init=False)
 
-    def expected_output(self, max_tokens: int | None) -> int:
-        mean = self.output_tokens if self.output_tokens is not None else self.policy.default_output_tokens
-        expected = max(1, round(mean))
-        return expected if max_tokens is None else max(1, min(expected, max_tokens))
+    def __post_init__(self) -> None:
+        self.lengths = OutputLengths(self.policy.default_output_tokens)
+
+    def length_curve(self, now_s: float) -> LengthCurve:
+        return self.lengths.curve(self._generated, now_s)
+
+    def _generated(self) -> list[int]:
+        return [tokens for worker in self.workers.values() for tokens in worker.shadow.generated()]
 
 
 class Fleet:
@@ -330,9 +335,7 @@ class Fleet:
         if usage.output_tokens is not None and ticket.first_token_at_s is not None:
             # Nobody generates more than was asked for, whatever is reported.
             seen = min(usage.output_tokens, ticket.wish.max_tokens or _MAX_OUTPUT_TOKENS, _MAX_OUTPUT_TOKENS)
-            home.output_tokens = (
-                seen if home.output_tokens is None else home.output_tokens + 0.02 * (seen - home.output_tokens)
-            )
+            home.lengths.ended(seen, ticket.wish.max_tokens)
         if ticket.first_token_at_s is None or ticket.moved or retried:
             return Ended(ticket, None, usage, learned_from=False)
         verdict = judge_cache(ticket.forecast.cached_tokens, usage.cached_tokens, worker.settings.block_size)
@@ -392,7 +395,7 @@ class Fleet:
 
     def _pool_view(self, pool: _Pool, now_s: float) -> dict[str, object]:
         return {
-            "expected_output_tokens": pool.expected_output(None),
+            "expected_output_tokens": pool.length_curve(now_s).length(0.5),
             "workers": {name: self._worker_view(pool, worker, now_s) for name, worker in pool.workers.items()},
         }
 
@@ -503,7 +506,8 @@ class Fleet:
         if ticket.id in self._tickets:
             raise ValueError(f"ticket {ticket.id!r} is already in flight")
         _spoil_samples(worker)
-        expected = home.expected_output(wish.max_tokens)
+        # Drawn, not the mean: of requests that all are expected to be of the mean length, all would end at once.
+        expected = home.length_curve(now_s).length(float(self._rng.random()), 0, wish.max_tokens)
         shadow.book(Sequence(ticket.id, priced.prompt_tokens, priced.cached_tokens, expected, wish.streaming), now_s)
         worker.tickets[ticket.id] = ticket
         self._tickets[ticket.id] = ticket
@@ -526,7 +530,8 @@ class Fleet:
         ticket.worker = server.spec.name
         _spoil_samples(server)
         server.tickets[ticket.id] = ticket
-        tokens, expected = ticket.forecast.prompt_tokens, home.expected_output(ticket.wish.max_tokens)
+        tokens = ticket.forecast.prompt_tokens
+        expected = home.length_curve(now_s).length(float(self._rng.random()), 0, ticket.wish.max_tokens)
         server.shadow.adopt(Sequence(ticket.id, tokens, tokens, expected), now_s)
 
     def _learn(self, worker: _Worker, ticket: Ticket, usage: Usage, now_s: float) -> bool:

@@ -96,6 +96,10 @@ class Shadow:
         """Tokens that a newcomer would find still to be prefilled before it."""
         return self._loaded().prefill_tokens
 
+    def generated(self) -> list[int]:
+        """How much each sequence that decodes has generated so far, in tokens."""
+        return [seq.generated for seq in self._queue.running if not seq.prefilling]
+
     def set_cost(self, cost: StepCost) -> None:
         if cost != self._cost:
             self._cost = cost

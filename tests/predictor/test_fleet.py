@@ -440,7 +440,7 @@ def test_other_settings_throw_away_what_was_learned_and_keep_the_tickets() -> No
     assert bench.fleet.finish(ticket.id, Usage(), now_s + 1) is not None
 
 
-def test_what_requests_generate_is_averaged_and_clipped_by_what_they_ask_for() -> None:
+def test_what_requests_generate_is_expected_of_others() -> None:
     bench = Bench(1)
     for number in range(3):
         bench.serve(bench.grant(10, 10.0 * number), 10.0 * number + 0.1, 10.0 * number + 1, Usage(10, 0, 80))
