@@ -5,6 +5,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-engine", action="store_true", help="run the tests that need a real vLLM (make test-engine)")
+    parser.addoption("--reduced", action="store_true", help="with --run-engine: fewer requests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,0 +1,84 @@
+"""Our cache view against vLLM's own scheduler and KV cache manager, in virtual time and by the hundred thousand."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from predictor.engines.vllm import reusable_tokens
+from tests.engine.traces import Observer, ReuseRule, Verdict, VirtualVllm
+from tests.engine.workload import Shape
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+_logger = logging.getLogger(__name__)
+
+PLAIN = VirtualVllm(Shape(requests=40_000))
+CASES = {
+    "multi-turn, evicting": PLAIN,
+    "block size 64": replace(PLAIN, block_size=64, num_blocks=300),
+    "block size 1": replace(
+        PLAIN,
+        block_size=1,
+        num_blocks=6000,
+        shape=Shape(requests=10_000, system_tokens=80, turn_tokens=30, output_tokens=12, most_tokens=600),
+    ),
+    "salts and adapters": replace(PLAIN, shape=Shape(requests=20_000, salted_share=0.3, adapter_share=0.4)),
+    "sent again, and not reading": replace(
+        PLAIN, shape=Shape(requests=20_000, again_share=0.3, without_reading_share=0.1)
+    ),
+    "preempting": replace(
+        PLAIN,
+        num_blocks=160,
+        max_model_len=2048,
+        shape=Shape(requests=10_000, at_once=24, output_tokens=120, most_tokens=900),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_credit_at_admission_is_what_is_reused(name: str, request: pytest.FixtureRequest) -> None:
+    verdict = _follow(_sized(CASES[name], request))
+    _is_exact(verdict)
+    assert verdict.holds_checked >= 1
+    assert verdict.skipped.total() == 0
+    assert verdict.cached_tokens > 0.1 * verdict.prompt_tokens
+    assert (verdict.counts["preemptions"] > 0) == (name == "preempting")
+
+
+def test_what_eagle_drops_is_not_credited(request: pytest.FixtureRequest) -> None:
+    verdict = _follow(_sized(replace(PLAIN, eagle=True, shape=Shape(requests=20_000)), request), _less_a_block)
+    _is_exact(verdict)
+
+
+@pytest.mark.parametrize("other", ["window:64", "mamba"])
+def test_of_a_hybrid_model_the_full_attention_group_is_an_upper_bound(
+    other: str, request: pytest.FixtureRequest
+) -> None:
+    engine = replace(PLAIN, groups=("full", other), num_blocks=1200, shape=Shape(requests=10_000))
+    verdict = _follow(_sized(engine, request))
+    assert verdict.under == 0, str(verdict)
+    assert verdict.skipped["group"] > 0
+
+
+def _is_exact(verdict: Verdict) -> None:
+    """Every request, but for those whose blocks an older request took in the very schedule() call that admitted them:
+    nobody outside can know that before the step has ended."""
+    assert verdict.right + verdict.taken_in_the_step == verdict.admitted > 0, str(verdict)
+    assert verdict.taken_in_the_step <= 0.02 * verdict.admitted, str(verdict)
+
+
+def _less_a_block(run_blocks: int, block_size: int, prompt_tokens: int) -> int:
+    """EAGLE and MTP up to vLLM 0.32: of the match its last block is dropped."""
+    return max(0, reusable_tokens(run_blocks, block_size, prompt_tokens) - block_size)
+
+
+def _sized(engine: VirtualVllm, request: pytest.FixtureRequest) -> VirtualVllm:
+    requests = engine.shape.requests // (20 if request.config.getoption("--reduced") else 1)
+    return replace(engine, shape=replace(engine.shape, requests=requests))
+
+
+def _follow(engine: VirtualVllm, reuse: ReuseRule = reusable_tokens) -> Verdict:
+    verdict = Observer(engine.block_size, engine.num_blocks, reuse).follow(engine.records())
+    _logger.info("%s", verdict)
+    return verdict

@@ -1,0 +1,199 @@
+"""Engines in virtual time, run as processes of their own environments, and what an outside observer makes of them.
+
+The observer is the product's own decoder, block hashes, cache index and reuse rule. It is told what the outside can
+know, in the order in which it can know it, and is judged by what the engine then reuses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from predictor.cache_index import CacheIndex
+from predictor.engines.vllm import reusable_tokens
+from predictor.kv_events import decode_batch
+from predictor.prefixes_ahead import PrefixesAhead
+from predictor.prompt import BlockHasher, Namespace, as_tokens
+from tests.engine.harness import HERE, EngineFault, engine_home
+from tests.engine.workload import Shape
+
+WORKER = "engine"
+# Cached run in blocks, block size, prompt tokens -> tokens that need no prefill.
+ReuseRule = Callable[[int, int, int], int]
+_WRONG_KEPT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualVllm:
+    """vLLM's scheduler and cache manager, named as its flags. `groups` are "full", "window:TOKENS" or "mamba"."""
+
+    shape: Shape
+    block_size: int = 16
+    num_blocks: int = 600
+    max_model_len: int = 8192
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    eagle: bool = False
+    groups: tuple[str, ...] = ("full",)
+
+    def records(self) -> Iterator[list[Any]]:
+        home = engine_home()
+        options = {**asdict(self), "model": str(home / "model")}
+        command = [str(home / "venv" / "bin" / "python"), "-W", "ignore", str(HERE / "vllm-side" / "cache_trace.py")]
+        environment = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+        return _records([*command, json.dumps(options)], environment)
+
+
+def _records(command: list[str], environment: dict[str, str]) -> Iterator[list[Any]]:
+    """What a process tells. EngineFault with the end of its standard error if it ends otherwise than by saying so."""
+    decoder = msgspec.msgpack.Decoder(list[Any])
+    done = False
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            while head := process.stdout.read(4):
+                record = decoder.decode(process.stdout.read(struct.unpack("<I", head)[0]))
+                done = record[0] == "done"
+                yield record
+            if not done:
+                raise EngineFault(process.stderr.read().decode(errors="replace")[-3000:])
+        finally:
+            process.kill()
+
+
+@dataclass(slots=True)
+class _Asked:
+    hashes: list[int]
+    reads_cache: bool
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What came of a trace. Counts of requests."""
+
+    asked: int = 0
+    admitted: int = 0
+    right: int = 0
+    over: int = 0
+    under: int = 0
+    taken_in_the_step: int = 0
+    right_at_arrival: int = 0  # what would have been credited when it came
+    resumed: int = 0
+    batches: int = 0
+    holds_checked: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def right_share(self) -> float:
+        return self.right / self.admitted
+
+    def __str__(self) -> str:
+        reused = self.cached_tokens / max(1, self.prompt_tokens)
+        return (
+            f"{self.admitted} requests, {self.right} right at admission ({self.right_share:.3%}), {self.over} over "
+            f"({self.taken_in_the_step} of them taken in the very step), {self.under} under; "
+            f"{self.right_at_arrival / max(1, self.admitted):.2%} right at arrival; {reused:.0%} reused, "
+            f"{self.batches} batches, {self.holds_checked} comparisons of contents, {self.counts}, "
+            f"skipped {dict(self.skipped)}\n" + "\n".join(self.wrong)
+        )
+
+
+class Observer:
+    """Follows one engine."""
+
+    def __init__(self, block_size: int, capacity_blocks: int | None, reuse: ReuseRule = reusable_tokens) -> None:
+        self.block_size = block_size
+        self._reuse = reuse
+        self.hasher = BlockHasher(np.random.default_rng(1))
+        self.index = CacheIndex(self.hasher, block_size)
+        self.index.add(WORKER, capacity_blocks)
+        self.ahead = PrefixesAhead()
+        self.verdict = Verdict()
+        self._asked: dict[str, _Asked] = {}
+        self._at_arrival: dict[str, int] = {}
+
+    def follow(self, records: Iterator[list[Any]]) -> Verdict:
+        for kind, *fields in records:
+            match kind:
+                case "asked":
+                    self._came(*fields)
+                case "admitted":
+                    self._admitted(*fields)
+                case "resumed":
+                    self.verdict.resumed += 1
+                case "batch":
+                    self._batch(*fields)
+                case "ended":
+                    self._ended(*fields)
+                case "holds":
+                    self._holds(*fields)
+                case "done":
+                    self._done(*fields)
+        return self.verdict
+
+    def credit(self, asked: _Asked, tokens: int) -> int:
+        if not asked.reads_cache:
+            return 0
+        run = self.index.runs(asked.hashes)[WORKER]
+        return self._reuse(self.ahead.run(asked.hashes, run), self.block_size, tokens)
+
+    def _came(self, name: str, raw: bytes, salt: str | None, adapter: str | None, reads_cache: bool) -> None:
+        tokens = as_tokens(np.frombuffer(raw, np.uint32))
+        hashes = self.hasher.prompt_hashes(tokens, self.block_size, Namespace(adapter, salt))
+        asked = self._asked[name] = _Asked(hashes, reads_cache)
+        self._at_arrival[name] = self.credit(asked, len(tokens))
+        self.verdict.asked += 1
+
+    def _admitted(self, name: str, cached: int, tokens: int, before: int) -> None:
+        verdict, asked = self.verdict, self._asked[name]
+        credited = self.credit(asked, tokens)
+        # From here on its own blocks are there for those behind it, computed or not.
+        self.ahead.add(name, asked.hashes)
+        verdict.admitted += 1
+        verdict.prompt_tokens += tokens
+        verdict.cached_tokens += cached
+        verdict.right += credited == cached
+        verdict.over += credited > cached
+        verdict.under += credited < cached
+        # Right when the step began, and taken in its course by those who were served first.
+        taken = cached < credited == before
+        verdict.taken_in_the_step += taken
+        verdict.right_at_arrival += self._at_arrival.pop(name) == cached
+        if credited != cached and not taken and len(verdict.wrong) < _WRONG_KEPT:
+            verdict.wrong.append(f"{name}: {credited} credited, {cached} cached of {tokens}, {before} before the step")
+
+    def _batch(self, payload: bytes) -> None:
+        batch = decode_batch(payload)
+        for event in batch.events:
+            self.index.apply(WORKER, event)
+        self.verdict.skipped.update(batch.skipped)
+        self.verdict.batches += 1
+
+    def _ended(self, name: str) -> None:
+        self.ahead.remove(name)
+        del self._asked[name]
+
+    def _holds(self, hashes: list[int]) -> None:
+        """The engine's own table: the view must be its equal at the end of a step."""
+        assert self.index.blocks(WORKER) == len(hashes), (self.index.blocks(WORKER), len(hashes))
+        self.verdict.holds_checked += 1
+
+    def _done(self, counts: dict[str, int]) -> None:
+        self.verdict.counts = counts
+        self.verdict.skipped.update(self.index.skipped)
