@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from extproc import replies
+from extproc import replies, request_log
 from extproc.apis import LlmRequest, Unreadable
 from extproc.exchange import Metadata
 from extproc.ledger import Ledger
@@ -17,9 +17,6 @@ from extproc.request_reader import RequestReader, UndecodableBody
 from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
 from extproc.wishes import BOUND_HEADER, BadWish, queue_wait_bound
 from predictor.fleet import Decision, Fleet, Grant, NoWorker, Refusal, Wish
-from predictor.forecast import Forecast
-
-_LOGGED_CANDIDATES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,62 +109,21 @@ class Judge:
     def _report(
         self, pool: Pool, request: LlmRequest, read: ReadPrompt, wish: Wish, decision: Decision, took_s: float
     ) -> None:
-        self._metrics.decision_seconds.labels(pool.name).observe(took_s)
-        fields: dict[str, object] = {
-            "id": wish.ticket_id,
-            "pool": pool.name,
-            "prompt_tokens": read.prompt.token_count,
-            "estimated": None if read.estimated is None else read.estimated.value,
-            "bound_s": wish.max_queue_wait_s,
-            "streaming": request.streaming,
-            "took_ms": round(took_s * 1000, 2),
-        }
+        metrics, name = self._metrics, pool.name
+        metrics.decision_seconds.labels(name).observe(took_s)
         match decision:
-            case Grant(ticket, endpoints, forecasts, why):
-                self._metrics.decisions.labels(pool.name, "routed").inc()
-                self._metrics.routed.labels(pool.name, ticket.worker, why.value).inc()
-                priced = ticket.forecast
-                fields |= {
-                    "outcome": "routed",
-                    "worker": ticket.worker,
-                    "why": why.value,
-                    "endpoints": endpoints,
-                    "predicted_ttft_s": round(priced.ttft_s, 4),
-                    "already_waited_s": round(priced.already_waited_s, 4),
-                    "wait_s": round(priced.wait_s, 4),
-                    "prefill_s": round(priced.prefill_s, 4),
-                    "overhead_s": round(priced.overhead_s, 4),
-                    "cached_tokens": priced.cached_tokens,
-                    "basis": priced.basis.value,
-                    "candidates": _parts(forecasts),
-                }
-            case Refusal(reason, _, retry, best, forecasts):
-                self._metrics.decisions.labels(pool.name, "refused").inc()
-                fields |= {
-                    "outcome": "refused",
-                    "reason": reason.value,
-                    "retry_after_s": round(retry.told_s, 3),
-                    "best_wait_s": round(best.queue_wait_s, 4),
-                    "candidates": _parts(forecasts),
-                }
+            case Grant(ticket, _, _, why):
+                metrics.decisions.labels(name, "routed").inc()
+                metrics.routed.labels(name, ticket.worker, why.value).inc()
+            case Refusal():
+                metrics.decisions.labels(name, "refused").inc()
             case NoWorker():
-                self._metrics.decisions.labels(pool.name, "no_worker").inc()
-                fields["outcome"] = "no_worker"
-        self._log("decision", **fields)
-
-
-def _parts(forecasts: tuple[Forecast, ...]) -> dict[str, dict[str, float]]:
-    """The best few, with what their forecasts are made of."""
-    best = sorted(forecasts, key=lambda forecast: forecast.ttft_s)[:_LOGGED_CANDIDATES]
-    return {
-        priced.worker: {
-            "ttft_s": round(priced.ttft_s, 4),
-            "wait_s": round(priced.wait_s, 4),
-            "prefill_s": round(priced.prefill_s, 4),
-            "cached_tokens": priced.cached_tokens,
-        }
-        for priced in best
-    }
+                metrics.decisions.labels(name, "no_worker").inc()
+        estimated = None if read.estimated is None else read.estimated.value
+        tokens = read.prompt.token_count
+        self._log.later(
+            "decision", request_log.decision, name, tokens, estimated, request.streaming, wish, decision, took_s
+        )
 
 
 def _subset(metadata: Metadata) -> frozenset[str] | None:

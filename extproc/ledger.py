@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from extproc import request_log
 from extproc.answer import AnswerKind
 from extproc.exchange import RequestEnd
 from extproc.log import JsonLog
@@ -67,15 +68,7 @@ class Ledger:
             return
         forecast, grade = first.ticket.forecast, first.grade
         self._metrics.grade(first.ticket.pool, first.ticket.worker, forecast.basis.value, grade)
-        self._log(
-            "graded",
-            id=ticket_id,
-            worker=first.ticket.worker,
-            predicted_ttft_s=round(grade.predicted_s, 4),
-            actual_ttft_s=round(grade.actual_s, 4),
-            error_s=round(grade.error_s, 4),
-            kept_bound=grade.kept_bound,
-        )
+        self._log.later("graded", request_log.graded, ticket_id, first.ticket.worker, grade)
 
     def _engine_full(self, ticket_id: str, status: int | None) -> None:
         ticket = self._fleet.ticket(ticket_id)
@@ -136,17 +129,7 @@ class Ledger:
             self._metrics.learned.labels(ticket.pool, ticket.worker).inc()
         if usage.prompt_tokens is not None:
             entry.text.learn_size(entry.body_bytes, usage.prompt_tokens)
-        self._log(
-            "ended",
-            id=ticket_id,
-            worker=ticket.worker,
-            status=status,
-            source=source,
-            credited_tokens=ticket.forecast.cached_tokens,
-            cached_tokens=usage.cached_tokens,
-            output_tokens=usage.output_tokens,
-            cache=None if ended.cache is None else ended.cache.value,
-        )
+        self._log.later("ended", request_log.ended, ended, status, source)
 
 
 def _usage(reported: Mapping[str, object]) -> Usage:

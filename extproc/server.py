@@ -23,7 +23,7 @@ from extproc.metrics import Metrics
 from extproc.pb.access_log_pb2 import StreamAccessLogsResponse
 from extproc.pb.ext_proc_pb2 import ProcessingResponse
 from extproc.replies import NAMESPACE
-from extproc.session import Action, Answered, Close, Decide, Note, Passed, Send, Session
+from extproc.session import Answered, Close, Decide, Note, Passed, Send, Session
 
 HEALTH_NAMES = ("", "liveness", "readiness", wire.PROCESSOR_SERVICE)
 # Ready means that requests should come; a draining server is still alive.
@@ -67,12 +67,23 @@ class Processor:
         try:
             async for message in requests:
                 actions = session.on_event(wire.read(wire.parse_request(message)))
-                while actions:
-                    action = actions.pop(0)
-                    answered |= isinstance(action, Answered)
-                    if isinstance(action, Close):
-                        return
-                    actions += await self._act(action, session, exchange, context)
+                done = 0
+                while done < len(actions):
+                    action = actions[done]
+                    done += 1
+                    match action:
+                        case Send(reply):
+                            await context.write(wire.write(reply))
+                        case Decide():
+                            actions += session.decided(await self._judge.decide(action, exchange))
+                        case Answered(kind, status, served_endpoint):
+                            answered = True
+                            if exchange.ticket_id is not None:
+                                self._ledger.answered(exchange.ticket_id, kind, status, served_endpoint)
+                        case Note(reason):
+                            self._metrics.passed.labels(reason.value).inc()
+                        case Close():
+                            return
         except Exception:
             # The one border. Returning closes the stream with OK, and the request goes on unrouted.
             self._metrics.passed.labels(Passed.BUG.value).inc()
@@ -100,20 +111,6 @@ class Processor:
     def _bug(self, where: str, exchange: Exchange) -> None:
         self._metrics.bugs.labels(where).inc()
         self._log("bug", where=where, id=exchange.ticket_id, trace=traceback.format_exc())
-
-    async def _act(self, action: Action, session: Session, exchange: Exchange, context: _Context) -> list[Action]:
-        match action:
-            case Send(reply):
-                await context.write(wire.write(reply))
-            case Decide():
-                return session.decided(await self._judge.decide(action, exchange))
-            case Answered(kind, status, served_endpoint) if exchange.ticket_id is not None:
-                self._ledger.answered(exchange.ticket_id, kind, status, served_endpoint)
-            case Note(reason):
-                self._metrics.passed.labels(reason.value).inc()
-            case Answered() | Close():
-                pass
-        return []
 
 
 class AccessLog:

@@ -117,3 +117,40 @@ def test_a_reader_that_is_gone_costs_lines_and_nothing_else() -> None:
     log("two")
     log.close()
     assert drops.count == 2
+
+
+def test_what_is_described_later_carries_the_time_at_which_it_was_said() -> None:
+    stream = io.StringIO()
+    log = JsonLog(stream)
+    said_at_s = time.time()
+    log.later("ended", lambda number, text: {"number": number, "text": text}, 3, "x")
+    time.sleep(0.1)
+    log.close()
+    (line,) = lines(stream)
+    assert isinstance(line["time"], float)
+    assert abs(line.pop("time") - said_at_s) < 0.05  # type: ignore[operator]
+    assert line == {"event": "ended", "number": 3, "text": "x"}
+
+
+def test_a_description_that_fails_is_dropped_and_the_next_is_written() -> None:
+    stream, drops = io.StringIO(), Drops()
+    log = JsonLog(stream, drops)
+    log.later("bad", lambda: {"x": 1 / 0})
+    log.later("unencodable", lambda: {"x": object.__new__, "y": {1: {2, 3}, ("a",): 1}})
+    log.later("good", dict)
+    log.close()
+    assert [line["event"] for line in lines(stream)][-1] == "good"
+    assert drops.count >= 1
+    assert log._thread.is_alive() is False
+
+
+def test_descriptions_count_towards_the_lines_that_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "_CAPACITY", 3)
+    monkeypatch.setattr(log_module, "_LOOK_EVERY_S", 60)
+    stream, drops = io.StringIO(), Drops()
+    log = JsonLog(stream, drops)
+    for number in range(5):
+        log.later("line", lambda shown: {"n": shown}, number)
+    log.close()
+    assert [line["n"] for line in lines(stream)] == [0, 1, 2]
+    assert drops.count == 2

@@ -1,5 +1,7 @@
 """A log that keeps what it is told, and the value of a counter."""
 
+from collections.abc import Callable, Mapping
+
 from prometheus_client import CollectorRegistry
 
 from extproc.log import JsonLog
@@ -13,6 +15,9 @@ class Notes(JsonLog):
 
     def __call__(self, event: str, **fields: object) -> None:
         self.lines.append({"event": event, **fields})
+
+    def later(self, event: str, describe: Callable[..., Mapping[str, object]], *about: object) -> None:
+        self(event, **describe(*about))
 
     def close(self, timeout_s: float = 2.0) -> None:
         del timeout_s
