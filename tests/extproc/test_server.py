@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -139,7 +140,7 @@ BREAKS: dict[str, Callable[[Filter, pytest.MonkeyPatch], None]] = {
     "report": lambda filter_, patch: patch.setattr(filter_.judge, "_report", broken),
     "reply": lambda filter_, patch: patch.setattr(replies, "route", broken),
     "write": lambda filter_, patch: patch.setattr(wire, "write", broken_write),
-    "serialize": lambda filter_, patch: patch.setattr(filter_.judge, "_log", broken),
+    "serialize": lambda filter_, patch: patch.setattr(filter_.judge, "_log", SimpleNamespace(later=broken)),
     "first token": lambda filter_, patch: patch.setattr(filter_.fleet, "first_token", broken),
     "grade": lambda filter_, patch: patch.setattr(filter_.metrics, "grade", broken),
 }
