@@ -8,15 +8,22 @@ import gc
 import importlib.metadata
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import uvloop
 
 from extproc.config import BadConfig, Config, load_config, notes
 from extproc.model_files import BadModelFiles, load_pool_text
+from extproc.recording_file import read_lines
+from predictor.accuracy import as_text, summary
+from predictor.backtest import Backtest, BadOverride, read_what_if, result_lines
+from predictor.recording import BadRecording, read_records
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+_BACKTEST_SEED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stack = commands.add_parser("stack", help="run the local stack: real Envoy, the filter, simulated engines")
     stack.add_argument("--scene", action="store_true", help="play the scripted scene")
     stack.add_argument("--once", action="store_true", help="end after the scene, with a status that tells how it went")
+    backtest = commands.add_parser("backtest", help="run the predictor over a recording and say how near it was")
+    backtest.add_argument("recording", type=Path, metavar="RECORDING")
+    backtest.add_argument(
+        "--json", type=Path, metavar="OUT", help="write each prediction and a summary, one object a line"
+    )
+    backtest.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another engine setting than the recorded one; WORKER:KEY=VALUE for one worker, learning.KEY=VALUE",
+    )
     chosen = parser.parse_args(arguments)
     try:
         match chosen.command:
@@ -40,10 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return uvloop.run(_serve(load_config(chosen.config)))
             case "check":
                 return _check(chosen.config)
+            case "backtest":
+                return _backtest(chosen.recording, chosen.json, chosen.what_if)
             case _:
                 return _stack(scene=chosen.scene or chosen.once, once=chosen.once)
-    except (BadConfig, BadModelFiles) as fault:
+    except (BadConfig, BadModelFiles, BadOverride) as fault:
         print(fault, file=sys.stderr)
+        return EXIT_USAGE
+    except BadRecording as fault:
+        print(f"{chosen.recording}: {fault}", file=sys.stderr)
         return EXIT_USAGE
     except OSError as fault:
         print(f"headway: {fault}", file=sys.stderr)
@@ -79,6 +103,25 @@ def _check(path: Path) -> int:
     print(f"{path}: good: {len(config.pools)} pool(s), {workers} worker(s)")
     for note in notes(config):
         print(f"note: {note}")
+    return EXIT_OK
+
+
+def _backtest(recording: Path, json: Path | None, what_if: Sequence[str]) -> int:
+    # Always the same: a recording has one report.
+    backtest = Backtest(np.random.default_rng(_BACKTEST_SEED), read_what_if(what_if))
+    began_s = time.monotonic()
+    backtest.run(read_records(read_lines(recording)))
+    took_s = time.monotonic() - began_s
+    outcomes = backtest.outcomes
+    if json is not None:
+        figures = summary(outcomes) | {"left_out": dict(sorted(backtest.left_out.items()))}
+        with json.open("wb") as out:
+            out.writelines(result_lines(outcomes, figures))
+    print(as_text(outcomes))
+    for reason, count in sorted(backtest.left_out.items()):
+        print(f"left out: {reason}: {count}")
+    speed = backtest.recorded_s / max(took_s, 1e-9)
+    print(f"{len(outcomes)} requests in {took_s:.1f} s, {speed:.0f} times real time", file=sys.stderr)
     return EXIT_OK
 
 

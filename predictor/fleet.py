@@ -194,6 +194,12 @@ class Fleet:
         self._pool_of: dict[str, _Pool] = {}
         self._tickets: dict[str, Ticket] = {}
 
+    def add_pool(self, policy: PoolPolicy) -> None:
+        """ValueError if there is one of this name."""
+        if policy.name in self._pools:
+            raise ValueError(f"pool {policy.name!r} is already in the fleet")
+        self._pools[policy.name] = _Pool(policy)
+
     # Workers
 
     def join(self, pool: str, spec: WorkerSpec) -> None:
@@ -295,6 +301,26 @@ class Fleet:
         server.ahead.add(ticket.id, prompt.hashes.get(server.settings.block_size, ()))
         endpoints = tuple(home.workers[candidate.forecast.worker].spec.endpoint for candidate in choice.ranked)
         return Grant(ticket, endpoints, forecasts, choice.why, home.workers[chosen.worker].spec.cluster)
+
+    def place_on(self, worker: str, prompt: Prompt, wish: Wish, now_s: float) -> Ticket:
+        """Forecasts and books on this worker, whoever else would be better: where a recording says that it went."""
+        home = self._pool_of[worker]
+        server = home.workers[worker]
+        waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
+        size = server.settings.block_size
+        hashes = prompt.hashes.get(size, ())
+        blocks = server.ahead.run(hashes, home.indexes[size].runs(hashes)[worker])
+        priced = self._candidate(server, prompt, blocks, wish, 0.0, waited_s, now_s).forecast
+        ticket = self._book(home, server, priced, wish, now_s)
+        server.ahead.add(ticket.id, hashes)
+        return ticket
+
+    def in_flight_on(self, worker: str) -> int:
+        return len(self._pool_of[worker].workers[worker].tickets)
+
+    def learned(self, worker: str) -> bool:
+        """Whether this worker's costs are learned, rather than guessed."""
+        return self._pool_of[worker].workers[worker].cost.learned
 
     def first_token(self, ticket_id: str, served_endpoint: str | None, now_s: float) -> FirstToken | None:
         """None for a ticket that is unknown or has been graded. `served_endpoint` is Envoy's word for who served."""
