@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import zmq.asyncio
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from extproc.admin import Admin
-from extproc.config import Config, PoolConfig, WorkerConfig
+from extproc.config import Config, PoolConfig, Recording, WorkerConfig
 from extproc.judge import Judge, Pool
 from extproc.kv_feed import KvFeed
 from extproc.ledger import Ledger
@@ -23,6 +23,7 @@ from extproc.metrics import FleetCollector, Metrics
 from extproc.model_files import load_pool_text
 from extproc.probe import Probe
 from extproc.prompt_reader import PromptReader
+from extproc.recorder import Recorder, open_recording
 from extproc.request_reader import RequestReader
 from extproc.server import AccessLog, Processor, Server
 from predictor.admission import RetryPolicy
@@ -48,7 +49,8 @@ class App:
         rng = np.random.default_rng(secrets.randbits(128))
         hasher = BlockHasher(rng)
         fleet = Fleet([_policy(pool) for pool in config.pools], hasher, rng)
-        ledger = Ledger(fleet, metrics, log, clock)
+        recorder = _recorder(config.recording, clock, hasher, metrics)
+        ledger = Ledger(fleet, metrics, log, clock, recorder)
         tokenization = config.tokenization
         reader = PromptReader(
             hasher,
@@ -57,13 +59,15 @@ class App:
             tokenization.deadline_s,
             self._late_fault,
             tokenization.inline_bytes,
+            keep_tokens=recorder is not None and recorder.keep_tokens,
         )
         pools = {}
         for pool in config.pools:
             text = load_pool_text(None if pool.tokenizer is None else Path(pool.tokenizer))
             pools.update({model: Pool(pool.name, text, pool.scores) for model in pool.model_names})
         requests = RequestReader(tokenization.threads, tokenization.deadline_s)
-        judge = Judge(fleet, pools, requests, reader, ledger, metrics, log, clock, boot=secrets.token_hex(4))
+        boot = secrets.token_hex(4)
+        judge = Judge(fleet, pools, requests, reader, ledger, metrics, log, clock, boot, recorder)
         processor = Processor(judge, ledger, metrics, log, clock, config.gateway.ask_for_body)
         registry.register(FleetCollector(fleet, clock, lambda: processor.open_streams))
 
@@ -73,6 +77,7 @@ class App:
         self._log = log
         self._fleet = fleet
         self._ledger = ledger
+        self._recorder = recorder
         self._requests = requests
         self._reader = reader
         self._server = Server(processor, AccessLog(ledger, metrics, log))
@@ -105,14 +110,21 @@ class App:
         self._requests.close()
         self._reader.close()
         self._zmq.destroy(linger=0)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
         self._log("stopped")
         self._log.close()
 
     def _join(self, pool: str, worker: WorkerConfig) -> None:
         settings = worker.settings.for_engine()
         self._fleet.join(pool, WorkerSpec(worker.name, worker.endpoint, settings, worker.cluster))
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.worker(pool, worker.name, settings)
         if worker.kv_events is not None:
-            feed = KvFeed(worker.name, worker.kv_events, worker.kv_replay, self._fleet, self._metrics, self._zmq)
+            feed = KvFeed(
+                worker.name, worker.kv_events, worker.kv_replay, self._fleet, self._metrics, self._zmq, recorder
+            )
             self._keep_running("kv_feed", feed.run())
         if self._config.probe.interval_s > 0:
             probe = Probe(
@@ -125,6 +137,7 @@ class App:
                 self._engine_ended,
                 self._clock,
                 self._engine_up,
+                lambda name, other: None if recorder is None else recorder.worker(pool, name, other),
             )
             self._keep_running("probe", probe.run())
 
@@ -157,6 +170,23 @@ class App:
         task = asyncio.create_task(guarded(), name=what)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _recorder(
+    recording: Recording, clock: Callable[[], float], hasher: BlockHasher, metrics: Metrics
+) -> Recorder | None:
+    if recording.folder is None:
+        return None
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    name = f"headway-{stamp}-{secrets.token_hex(2)}.jsonl" + (".zst" if recording.compress else "")
+    return Recorder(
+        open_recording(Path(recording.folder) / name),
+        clock,
+        hasher,
+        lambda reason: metrics.recording_lost.labels(reason).inc(),
+        recording.tokens,
+        recording.max_mb << 20,
+    )
 
 
 def _policy(pool: PoolConfig) -> PoolPolicy:

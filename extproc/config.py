@@ -64,6 +64,15 @@ class Gateway(_Section, frozen=True):
     ask_for_body: bool = False
 
 
+class Recording(_Section, frozen=True):
+    """`folder` None: nothing is recorded. With `tokens` recordings hold the callers' texts, as token ids."""
+
+    folder: str | None = None
+    tokens: bool = False
+    compress: bool = True
+    max_mb: _Positive = 1024
+
+
 class Learning(_Section, frozen=True):
     min_samples: _Positive = 8
     min_intervals: _Positive = 30
@@ -120,6 +129,7 @@ class Config(_Section, frozen=True):
     gateway: Gateway = Gateway()
     shutdown: Shutdown = Shutdown()
     probe: ProbeSettings = ProbeSettings()
+    recording: Recording = Recording()
     pools: list[PoolConfig] = []
 
 
@@ -132,7 +142,7 @@ class BadConfig(ValueError):
 
 
 def load_config(path: Path) -> Config:
-    """Reads and checks a config file. Raises BadConfig; relative tokenizer paths are taken from the file's folder."""
+    """Reads and checks a config file. Raises BadConfig; relative paths are taken from the file's folder."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -142,7 +152,10 @@ def load_config(path: Path) -> Config:
     for pool in config.pools:
         folder = None if pool.tokenizer is None else str(path.parent / pool.tokenizer)
         pools.append(msgspec.structs.replace(pool, tokenizer=folder))
-    return msgspec.structs.replace(config, pools=pools)
+    recording = config.recording
+    if recording.folder is not None:
+        recording = msgspec.structs.replace(recording, folder=str(path.parent / recording.folder))
+    return msgspec.structs.replace(config, pools=pools, recording=recording)
 
 
 def parse_config(text: str, name: str) -> Config:

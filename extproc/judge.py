@@ -13,6 +13,7 @@ from extproc.ledger import Ledger
 from extproc.log import JsonLog
 from extproc.metrics import Metrics
 from extproc.prompt_reader import PoolText, PromptReader, ReadPrompt
+from extproc.recorder import Recorder
 from extproc.request_reader import RequestReader, UndecodableBody
 from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
 from extproc.wishes import BOUND_HEADER, BadWish, queue_wait_bound
@@ -50,6 +51,7 @@ class Judge:
         log: JsonLog,
         clock: Callable[[], float],
         boot: str,
+        recorder: Recorder | None = None,
     ) -> None:
         self._fleet = fleet
         self._pools = pools
@@ -61,6 +63,7 @@ class Judge:
         self._metrics = metrics
         self._log = log
         self._clock = clock
+        self._recorder = recorder
         self._ids = (f"{boot}-{number}" for number in itertools.count(1))
 
     async def decide(self, case: Decide, exchange: Exchange) -> Verdict:
@@ -97,6 +100,8 @@ class Judge:
             # Before anything that could fail: what is booked must be known to whoever releases it.
             exchange.ticket_id = decision.ticket.id
             self._ledger.booked(decision.ticket, pool.text, request.body_bytes)
+        if self._recorder is not None:
+            self._recorder.decided(pool.name, read.prompt, wish, request.cache_salt, decision)
         self._report(pool, request, read, wish, decision, now_s - body_at_s)
         match decision:
             case Grant():

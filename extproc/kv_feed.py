@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from extproc.metrics import Metrics
+from extproc.recorder import Recorder
 from predictor.fleet import Fleet
 from predictor.kv_events import Arrival, FeedCursor, MalformedBatch, decode_batch
 
@@ -38,7 +39,9 @@ class KvFeed:
         fleet: Fleet,
         metrics: Metrics,
         context: zmq.asyncio.Context,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._worker = worker
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
@@ -154,6 +157,8 @@ class KvFeed:
 
     def _apply(self, seq: int, payload: bytes) -> None:
         self._cursor.applied(seq)
+        if self._recorder is not None:
+            self._recorder.kv(self._worker, seq, payload)
         try:
             batch = decode_batch(payload)
         except MalformedBatch:

@@ -16,6 +16,7 @@ from extproc.exchange import RequestEnd
 from extproc.log import JsonLog
 from extproc.metrics import Metrics
 from extproc.prompt_reader import PoolText
+from extproc.recorder import Recorder
 from extproc.replies import ENGINE_FULL, NAMESPACE, TICKET
 from predictor.fleet import Fleet, Ticket, Usage
 
@@ -35,7 +36,15 @@ class _Entry:
 class Ledger:
     """`clock` gives monotonic seconds."""
 
-    def __init__(self, fleet: Fleet, metrics: Metrics, log: JsonLog, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        log: JsonLog,
+        clock: Callable[[], float],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._recorder = recorder
         self._fleet = fleet
         self._metrics = metrics
         self._log = log
@@ -60,6 +69,11 @@ class Ledger:
         first = self._fleet.first_token(ticket_id, served_endpoint, self._clock())
         if first is None:
             return
+        if self._recorder is not None:
+            chosen, served = first.ticket.forecast.worker, first.ticket.worker
+            # Served by one that is not ours, it is served by nobody we know.
+            elsewhere = None if first.grade is not None else served if served != chosen else "elsewhere"
+            self._recorder.first_token(ticket_id, elsewhere)
         if first.grade is None:
             self._metrics.ungraded.labels("served_elsewhere").inc()
             # The chosen engine refused the connection or said that it is full, and Envoy went on to the next. Nothing
@@ -107,6 +121,8 @@ class Ledger:
     def given_up(self, tickets: Iterable[Ticket], source: str) -> None:
         """The fleet has released these by other evidence than the access log's."""
         for ticket in tickets:
+            if self._recorder is not None:
+                self._recorder.ended(ticket.id, Usage(), None, retried=False)
             if self._entries.pop(ticket.id, None) is not None:
                 self._metrics.ended.labels(source).inc()
 
@@ -122,6 +138,8 @@ class Ledger:
         if ended is None:
             return
         self._metrics.ended.labels(source).inc()
+        if self._recorder is not None:
+            self._recorder.ended(ticket_id, usage, status, retried)
         ticket = ended.ticket
         if ended.cache is not None:
             self._metrics.cache_verdict(ticket.pool, ticket.worker, ended.cache)

@@ -80,7 +80,9 @@ class Probe:
         on_ended: Callable[[list[Ticket]], None],
         clock: Callable[[], float],
         on_up: Callable[[str, bool], None] = lambda worker, up: None,
+        on_settings: Callable[[str, Settings], None] = lambda worker, settings: None,
     ) -> None:
+        self._on_settings = on_settings
         self._on_up = on_up
         self._up = True
         self._worker = worker
@@ -137,6 +139,7 @@ class Probe:
         if reported != self._settings:
             self._settings = reported
             self._fleet.configure(self._worker, reported)
+            self._on_settings(self._worker, reported)
         if state.in_progress is not None:
             self._on_ended(self._fleet.observe_load(self._worker, state.in_progress, asked_at_s, self._clock()))
 

@@ -111,6 +111,7 @@ class PromptReader:
         deadline_s: float,
         on_late_fault: Callable[[BaseException], None],
         inline_bytes: int = 0,
+        keep_tokens: bool = False,
     ) -> None:
         self._hasher = hasher
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="prompt")
@@ -118,6 +119,7 @@ class PromptReader:
         self._deadline_s = deadline_s
         self._on_late_fault = on_late_fault
         self._inline_bytes = inline_bytes
+        self._keep_tokens = keep_tokens
         self._pending = 0
 
     @property
@@ -175,7 +177,7 @@ class PromptReader:
         hashes = {}
         if request.reads_cache:
             hashes = {size: self._hasher.prompt_hashes(tokens, size, namespace) for size in block_sizes}
-        return Prompt(len(tokens), exact=True, hashes=hashes)
+        return Prompt(len(tokens), exact=True, hashes=hashes, tokens=tokens if self._keep_tokens else None)
 
     def _release(self, future: asyncio.Future[Prompt | Estimated]) -> None:
         del future

@@ -49,6 +49,7 @@ class Prompt:
     token_count: int
     exact: bool
     hashes: dict[int, list[int]] = field(default_factory=dict)
+    tokens: Tokens | None = None  # kept only where somebody records them
 
     @classmethod
     def estimated(cls, token_count: int) -> Prompt:

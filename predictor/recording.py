@@ -45,17 +45,6 @@ class WorkerRecord(_Record, frozen=True, tag="worker"):
     rank: int | None = None
 
 
-class KvRecord(_Record, frozen=True, tag="kv"):
-    """A batch of KV events: as published (`payload`, base64 of msgpack), or as hashes (`events`)."""
-
-    t: _Seconds
-    worker: _Id
-    seq: _Count
-    payload: str | None = None
-    events: list[HashedStored | HashedRemoved | HashedCleared] | None = None
-    block_size: _BlockSize | None = None
-
-
 class HashedStored(msgspec.Struct, frozen=True, tag="stored", kw_only=True, omit_defaults=True):
     hashes: str  # base64 of little-endian uint64, as all hashes here
     parent: str | None = None
@@ -69,6 +58,20 @@ class HashedRemoved(msgspec.Struct, frozen=True, tag="removed", kw_only=True, om
 
 class HashedCleared(msgspec.Struct, frozen=True, tag="cleared"):
     pass
+
+
+HashedEvent = HashedStored | HashedRemoved | HashedCleared
+
+
+class KvRecord(_Record, frozen=True, tag="kv"):
+    """A batch of KV events: as published (`payload`, base64 of msgpack), or as hashes (`events`)."""
+
+    t: _Seconds
+    worker: _Id
+    seq: _Count
+    payload: str | None = None
+    events: list[HashedEvent] | None = None
+    block_size: _BlockSize | None = None
 
 
 class _Prompted(_Record, frozen=True):
