@@ -7,6 +7,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from extproc.admin import Admin
 from extproc.config import Config, PoolConfig, Recording, WorkerConfig
 from extproc.judge import Judge, Pool
 from extproc.kv_feed import KvFeed
+from extproc.learned_store import LearnedStore
 from extproc.ledger import Ledger
 from extproc.log import JsonLog
 from extproc.metrics import FleetCollector, Metrics
@@ -27,6 +29,7 @@ from extproc.recorder import Recorder, open_recording
 from extproc.request_reader import RequestReader
 from extproc.server import AccessLog, Processor, Server
 from predictor.admission import RetryPolicy
+from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, PoolPolicy, Ticket, WorkerSpec
 from predictor.prefill_cost import LearningPolicy
 from predictor.prompt import BlockHasher
@@ -78,6 +81,10 @@ class App:
         self._fleet = fleet
         self._ledger = ledger
         self._recorder = recorder
+        self._store: LearnedStore | None = None
+        if config.learned.folder is not None:
+            folder = Path(config.learned.folder)
+            self._store = LearnedStore(folder, fleet, lambda result: metrics.learned_files.labels(result).inc())
         self._requests = requests
         self._reader = reader
         self._server = Server(processor, AccessLog(ledger, metrics, log))
@@ -88,9 +95,13 @@ class App:
     async def start(self) -> tuple[int, int]:
         """Starts everything, and returns the ports that it listens on: gRPC and admin."""
         for pool in self._config.pools:
+            if self._store is not None:
+                self._store.recall_pool(pool.name)
             for worker in pool.workers:
                 self._join(pool.name, worker)
         self._keep_running("housekeeping", self._housekeeping())
+        if self._store is not None:
+            self._keep_running("learned_store", self._keep_learned(self._store))
         admin_host, admin_port = _host_port(self._config.listen.admin)
         admin_port = await self._admin.start(admin_host, admin_port)
         grpc_port = await self._server.start(self._config.listen.grpc)
@@ -112,6 +123,8 @@ class App:
         self._zmq.destroy(linger=0)
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
+        if self._store is not None:
+            await self._store.save(pool.name for pool in self._config.pools)
         self._log("stopped")
         self._log.close()
 
@@ -121,6 +134,8 @@ class App:
         recorder = self._recorder
         if recorder is not None:
             recorder.worker(pool, worker.name, settings)
+        if self._store is not None:
+            self._store.worker_joined(worker.name)
         if worker.kv_events is not None:
             feed = KvFeed(
                 worker.name, worker.kv_events, worker.kv_replay, self._fleet, self._metrics, self._zmq, recorder
@@ -137,12 +152,23 @@ class App:
                 self._engine_ended,
                 self._clock,
                 self._engine_up,
-                lambda name, other: None if recorder is None else recorder.worker(pool, name, other),
+                partial(self._engine_settings, pool),
             )
             self._keep_running("probe", probe.run())
 
     def _engine_up(self, worker: str, up: bool) -> None:
         self._log("engine_up" if up else "engine_down", worker=worker)
+
+    def _engine_settings(self, pool: str, worker: str, settings: Settings) -> None:
+        if self._recorder is not None:
+            self._recorder.worker(pool, worker, settings)
+        if self._store is not None:
+            self._store.settings_known(worker)
+
+    async def _keep_learned(self, store: LearnedStore) -> None:
+        while True:
+            await asyncio.sleep(self._config.learned.every_s)
+            await store.save(pool.name for pool in self._config.pools)
 
     def _engine_ended(self, tickets: list[Ticket]) -> None:
         self._ledger.given_up(tickets, "engine")

@@ -73,6 +73,13 @@ class Recording(_Section, frozen=True):
     max_mb: _Positive = 1024
 
 
+class Learned(_Section, frozen=True):
+    """`folder` None: what was learned ends with the process."""
+
+    folder: str | None = None
+    every_s: _Seconds = 60.0
+
+
 class Learning(_Section, frozen=True):
     min_samples: _Positive = 8
     min_intervals: _Positive = 30
@@ -130,6 +137,7 @@ class Config(_Section, frozen=True):
     shutdown: Shutdown = Shutdown()
     probe: ProbeSettings = ProbeSettings()
     recording: Recording = Recording()
+    learned: Learned = Learned()
     pools: list[PoolConfig] = []
 
 
@@ -155,7 +163,10 @@ def load_config(path: Path) -> Config:
     recording = config.recording
     if recording.folder is not None:
         recording = msgspec.structs.replace(recording, folder=str(path.parent / recording.folder))
-    return msgspec.structs.replace(config, pools=pools, recording=recording)
+    learned = config.learned
+    if learned.folder is not None:
+        learned = msgspec.structs.replace(learned, folder=str(path.parent / learned.folder))
+    return msgspec.structs.replace(config, pools=pools, recording=recording, learned=learned)
 
 
 def parse_config(text: str, name: str) -> Config:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
+from predictor.memory import SampleRow
+
 Array = npt.NDArray[np.float64]
+Stratum = tuple[str | int, ...]
 
 # The columns that a time is made of: once a request, for each of its tokens, for each step, for each prefilled token,
 # for end^2 - start^2 of what was prefilled, and for each sequence that decoded in a step ...
@@ -24,21 +27,29 @@ _META = 5  # features begin here
 _FORGETTING, _OLD_FORGETTING, _OLD_LEAST = 0.98, 0.9995, 0.05
 # What was measured before a change of speed counts for less: how much it changed is known from few rows.
 _TRUST_AFTER_CHANGE = 0.3
-_STRATA = 128
+_STRATA, _MOST_KEPT = 128, 1024
 
 
 class Samples:
     """Rows by stratum, each of which keeps its newest: a thousand alike must not push out what is known of others."""
 
     def __init__(self) -> None:
-        self._strata: dict[Hashable, _Stratum] = {}
+        self._strata: dict[Stratum, _Stratum] = {}
         self.taken = 0
         self._kept = 0
 
     def __len__(self) -> int:
         return self._kept
 
-    def add(self, stratum: Hashable, kept: int, seconds: float, noise_s: float, features: tuple[float, ...]) -> None:
+    def add(
+        self,
+        stratum: Stratum,
+        kept: int,
+        seconds: float,
+        noise_s: float,
+        features: tuple[float, ...],
+        trust: float = 1.0,
+    ) -> None:
         self.taken += 1
         home = self._strata.pop(stratum, None)
         if home is None:
@@ -48,8 +59,32 @@ class Samples:
             home = _Stratum(kept)
         self._strata[stratum] = home
         self._kept += home.taken < kept
-        home.rows[home.taken % kept] = (seconds, noise_s, 1.0, home.taken, self.taken, *features)
+        home.rows[home.taken % kept] = (seconds, noise_s, trust, home.taken, self.taken, *features)
         home.taken += 1
+
+    def memory(self) -> list[SampleRow]:
+        """All rows, oldest first."""
+        known: list[tuple[float, SampleRow]] = []
+        for key, stratum in self._strata.items():
+            for row in stratum.known().tolist():
+                seconds, noise_s, trust, _, number, *features = row
+                known.append((number, SampleRow(key, len(stratum.rows), seconds, noise_s, trust, tuple(features))))
+        return [row for _, row in sorted(known, key=lambda one: one[0])]
+
+    def recall(self, rows: Iterable[SampleRow]) -> None:
+        """ValueError for rows of another form than ours."""
+        for row in rows:
+            if len(row.features) != FEATURES or not 0 < row.kept <= _MOST_KEPT:
+                raise ValueError(f"a sample has {len(row.features)} features and {row.kept} places, not {FEATURES}")
+            self.add(row.stratum, row.kept, row.seconds, row.noise_s, row.features, row.trust)
+
+    def copy(self) -> Samples:
+        copy = Samples()
+        copy.taken, copy._kept = self.taken, self._kept
+        for key, stratum in self._strata.items():
+            copy._strata[key] = twin = _Stratum(len(stratum.rows))
+            twin.rows, twin.taken = stratum.rows.copy(), stratum.taken
+        return copy
 
     def rescaled(self, factor: float, before: int, prefills: bool, decodes: bool) -> Samples:
         """A copy for a worker that has become `factor` times as slow since its `before`-th sample.
@@ -57,12 +92,9 @@ class Samples:
         What it took earlier, it would take so much longer now. `prefills` and `decodes` say whether that goes for rows
         with and without prefill.
         """
-        copy = Samples()
-        copy.taken, copy._kept = self.taken, self._kept
-        for key, stratum in self._strata.items():
-            copy._strata[key] = twin = _Stratum(len(stratum.rows))
-            twin.rows, twin.taken = stratum.rows.copy(), stratum.taken
-            rows = twin.known()
+        copy = self.copy()
+        for stratum in copy._strata.values():
+            rows = stratum.known()
             prefill = rows[:, _META + TOKENS] > 0
             old = (rows[:, _NUMBER] < before) & ((prefill & prefills) | (~prefill & decodes))
             rows[old, _SECONDS] *= factor

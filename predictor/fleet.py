@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -22,6 +22,7 @@ from predictor.forecast import Forecast, forecast
 from predictor.grading import CacheVerdict, Grade, grade, judge_cache
 from predictor.interval import Calibration, PoolErrors
 from predictor.kv_events import Batch
+from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
 from predictor.output_lengths import LengthCurve, OutputLengths
 from predictor.prefill_cost import Basis, DecodeSample, LearningPolicy, PrefillCost, PrefillSample
 from predictor.prefixes_ahead import PrefixesAhead
@@ -257,6 +258,41 @@ class Fleet:
     def back_off(self, worker: str, seconds: float, now_s: float) -> None:
         """The engine refused a request for want of capacity: others go elsewhere for a while, if there is elsewhere."""
         self._pool_of[worker].workers[worker].backing_off_until_s = now_s + seconds
+
+    # What was learned, for a successor of this process
+
+    def fingerprint(self, worker: str) -> str:
+        return fingerprint(self._pool_of[worker].workers[worker].settings)
+
+    def worker_memory(self, worker: str) -> Callable[[], WorkerMemory] | None:
+        """None while nothing has been learned. What is returned may be called in another thread."""
+        known = self._pool_of[worker].workers[worker]
+        if not known.cost.samples:
+            return None
+        cost, errors, engine = known.cost.memory(), known.calibration.memory(), self.fingerprint(worker)
+        return lambda: WorkerMemory(VERSION, worker, engine, cost(), errors)
+
+    def recall_worker(self, memory: WorkerMemory) -> bool:
+        """Begins with what was learned of the same engine; False if it is another now, or has taught us itself.
+
+        ValueError for a memory that cannot be.
+        """
+        known = self._pool_of[memory.worker].workers[memory.worker]
+        if known.cost.samples or self.fingerprint(memory.worker) != memory.fingerprint:
+            return False
+        known.cost.recall(memory.cost)
+        known.calibration.recall(memory.errors)
+        known.shadow.set_cost(known.cost.cost)
+        return True
+
+    def pool_memory(self, pool: str) -> PoolMemory:
+        home = self._pools[pool]
+        return PoolMemory(VERSION, pool, tuple(home.lengths.memory()), home.errors.memory())
+
+    def recall_pool(self, memory: PoolMemory) -> None:
+        home = self._pools[memory.pool]
+        home.lengths.recall(memory.lengths)
+        home.errors.recall(memory.errors)
 
     # The cache view
 

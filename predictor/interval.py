@@ -14,8 +14,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import exp, floor
+
+from predictor.memory import ErrorsMemory
 
 # The probabilities that a spread is kept at. Between them it is interpolated.
 LEVELS = (0.005, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.995)
@@ -122,6 +125,13 @@ class Calibration:
         """The worker is another than the one that was graded; what its pool does on average still holds."""
         self._kinds.clear()
 
+    def memory(self) -> tuple[ErrorsMemory, ...]:
+        return _remembered(self._kinds)
+
+    def recall(self, memory: Iterable[ErrorsMemory]) -> None:
+        """Begins with what was graded before."""
+        self._kinds = _recalled(memory, _WINDOW)
+
     def _errors(self, kind: Kind) -> _Errors:
         errors = self._kinds.get(kind)
         if errors is None:
@@ -134,6 +144,12 @@ class PoolErrors:
 
     def __init__(self) -> None:
         self._kinds: dict[Kind, _Errors] = {}
+
+    def memory(self) -> tuple[ErrorsMemory, ...]:
+        return _remembered(self._kinds)
+
+    def recall(self, memory: Iterable[ErrorsMemory]) -> None:
+        self._kinds = _recalled(memory, _POOL_WINDOW)
 
     def errors(self, kind: Kind) -> _Errors:
         errors = self._kinds.get(kind)
@@ -156,6 +172,10 @@ class _Errors:
 
     def __len__(self) -> int:
         return len(self._sorted)
+
+    @property
+    def in_order(self) -> tuple[float, ...]:
+        return tuple(self._in_order)
 
     def add(self, score: float) -> None:
         if len(self._in_order) == self._window:
@@ -180,6 +200,24 @@ class _Errors:
         if below >= len(self._sorted) - 1:
             return self._sorted[-1]
         return self._sorted[below] + (rank - below) * (self._sorted[below + 1] - self._sorted[below])
+
+
+def _remembered(kinds: Mapping[Kind, _Errors]) -> tuple[ErrorsMemory, ...]:
+    return tuple(
+        ErrorsMemory(kind.waits, kind.sure, errors.in_order, errors.low_tail, errors.high_tail)
+        for kind, errors in kinds.items()
+    )
+
+
+def _recalled(memory: Iterable[ErrorsMemory], window: int) -> dict[Kind, _Errors]:
+    kinds = {}
+    for one in memory:
+        errors = kinds[Kind(one.waits, one.sure)] = _Errors(window)
+        for score in one.scores[-window:]:
+            errors.add(score)
+        errors.low_tail = min(_TAIL_MAX, max(_TAIL_MIN, one.low_tail))
+        errors.high_tail = min(_TAIL_MAX, max(_TAIL_MIN, one.high_tail))
+    return kinds
 
 
 def _moved(tail: float, missed: bool, target: float) -> float:

@@ -18,7 +18,7 @@ one direction: unless the fit finds a shape that explains them, everything older
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, exp, log
 
@@ -36,8 +36,10 @@ from predictor.cost_fit import (
     Array,
     Fit,
     Samples,
+    Stratum,
 )
 from predictor.drift import Change, Drift, Off, off
+from predictor.memory import CostMemory
 from predictor.step_sample import StepSample
 
 # What a server spends on a token outside of its engine, at most, of what the engine spends.
@@ -185,6 +187,27 @@ class PrefillCost:
     def samples(self) -> int:
         return len(self._samples)
 
+    def memory(self) -> Callable[[], CostMemory]:
+        """What was learned, as of now; what is returned may be called later, and in another thread."""
+        (shortest, longest), samples = self._lengths, self._samples.copy()
+        requests, intervals = self._requests, self._intervals
+        return lambda: CostMemory(requests, intervals, shortest, longest, tuple(samples.memory()))
+
+    def recall(self, memory: CostMemory) -> None:
+        """Begins with what was learned before. ValueError for what cannot have been learned."""
+        if min(memory.requests, memory.intervals, memory.shortest, memory.longest) < 0:
+            raise ValueError("counts of samples are negative")
+        samples = Samples()
+        samples.recall(memory.rows)
+        features, seconds, noise, _ = samples.known()
+        if (seconds <= 0).any() or (noise <= 0).any() or (features < 0).any():
+            raise ValueError("a sample took no time, or less than no work")
+        self.forget()
+        self._samples = samples
+        self._requests, self._intervals = memory.requests, memory.intervals
+        self._lengths = memory.shortest, memory.longest
+        self._fit()
+
     def add(self, sample: PrefillSample) -> bool:
         """Learns from one prefill; False if the sample says nothing (no work, or no time)."""
         if sample.computed_tokens <= 0 or not 0 < sample.seconds < 3600:
@@ -218,7 +241,7 @@ class PrefillCost:
         if sample.new_tokens:
             self._intervals += 1
             self._ungraded_intervals += 1
-        stratum = (
+        stratum: Stratum = (
             "steps",
             (sample.new_tokens // sample.steps).bit_length(),
             (sample.squares // max(1, sample.new_tokens)).bit_length(),
@@ -250,7 +273,7 @@ class PrefillCost:
 
     def _take(
         self,
-        stratum: tuple[object, ...],
+        stratum: Stratum,
         kept: int,
         seconds: float,
         noise_s: float,

@@ -36,7 +36,7 @@ pools:
 """
 
 
-TOP = "gateway, listen, pools, probe, recording, shutdown, tickets, tokenization"
+TOP = "gateway, learned, listen, pools, probe, recording, shutdown, tickets, tokenization"
 
 
 def faults(text: str) -> list[str]:

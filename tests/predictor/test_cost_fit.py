@@ -106,9 +106,9 @@ def row(steps: float = 1.0, tokens: float = 100.0) -> tuple[float, ...]:
 
 def test_a_stratum_keeps_its_newest_rows_and_pushes_out_nobody_elses() -> None:
     samples = Samples()
-    samples.add("rare", 4, 9.0, 0.001, row())
+    samples.add(("rare",), 4, 9.0, 0.001, row())
     for number in range(100):
-        samples.add("frequent", 4, float(number), 0.001, row())
+        samples.add(("frequent",), 4, float(number), 0.001, row())
     _, seconds, _, weights = samples.known()
     assert sorted(seconds) == [9.0, 96.0, 97.0, 98.0, 99.0]
     assert weights[seconds == 99.0] == pytest.approx(1.0)
@@ -120,8 +120,8 @@ def test_a_stratum_keeps_its_newest_rows_and_pushes_out_nobody_elses() -> None:
 def test_the_number_of_strata_is_bounded_and_the_least_used_goes() -> None:
     samples = Samples()
     for number in range(1000):
-        samples.add(number, 4, 1.0, 0.001, row())
-        samples.add("used", 4, 2.0, 0.001, row())
+        samples.add((number,), 4, 1.0, 0.001, row())
+        samples.add(("used",), 4, 2.0, 0.001, row())
     assert len(samples) <= 128 * 4
     assert (samples.known()[1] == 2.0).sum() == 4
 
@@ -129,8 +129,8 @@ def test_the_number_of_strata_is_bounded_and_the_least_used_goes() -> None:
 def test_a_change_of_speed_rescales_what_is_older_and_believes_it_less() -> None:
     samples = Samples()
     for _ in range(6):
-        samples.add("a", 8, 1.0, 0.001, row())
-        samples.add("decodes", 8, 1.0, 0.001, row(tokens=0.0))
+        samples.add(("a",), 8, 1.0, 0.001, row())
+        samples.add(("decodes",), 8, 1.0, 0.001, row(tokens=0.0))
     changed = samples.rescaled(2.0, before=9, prefills=True, decodes=True)
     _, seconds, _, weights = changed.known()
     assert sorted(seconds) == [1.0] * 4 + [2.0] * 8
@@ -141,7 +141,7 @@ def test_a_change_of_speed_rescales_what_is_older_and_believes_it_less() -> None
     assert sorted(seconds[features[:, TOKENS] > 0]) == [1.0] * 2 + [2.0] * 4
     # Copies: a change that explains nothing is dropped, and nothing is left of it.
     assert (samples.known()[1] == 1.0).all()
-    decodes.add("a", 8, 5.0, 0.001, row())
+    decodes.add(("a",), 8, 5.0, 0.001, row())
     assert (len(samples), len(decodes), decodes.taken, samples.taken) == (12, 13, 13, 12)
 
 
