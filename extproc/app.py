@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import zmq.asyncio
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -28,11 +29,14 @@ from extproc.prompt_reader import PromptReader
 from extproc.recorder import Recorder, open_recording
 from extproc.request_reader import RequestReader
 from extproc.server import AccessLog, Processor, Server
-from predictor.admission import RetryPolicy
+from predictor.admission import AdmissionPolicy, Mode, OnReject, RetryPolicy
 from predictor.engines.vllm import Settings
+from predictor.fairness import FairnessPolicy
 from predictor.fleet import Fleet, PoolPolicy, Ticket, WorkerSpec
+from predictor.hindsight import GuardPolicy
 from predictor.prefill_cost import LearningPolicy
 from predictor.prompt import BlockHasher
+from predictor.routing import Prefer, RoutingPolicy
 
 _HOUSEKEEPING_S = 5.0
 
@@ -67,10 +71,29 @@ class App:
         pools = {}
         for pool in config.pools:
             text = load_pool_text(None if pool.tokenizer is None else Path(pool.tokenizer))
-            pools.update({model: Pool(pool.name, text, pool.scores) for model in pool.model_names})
+            judged = Pool(
+                pool.name,
+                text,
+                pool.scores,
+                OnReject(pool.admission.on_reject),
+                pool.fairness.enabled,
+                pool.adapter_names,
+            )
+            pools.update(dict.fromkeys((*pool.model_names, *pool.adapter_names), judged))
         requests = RequestReader(tokenization.threads, tokenization.deadline_s)
-        boot = secrets.token_hex(4)
-        judge = Judge(fleet, pools, requests, reader, ledger, metrics, log, clock, boot, recorder)
+        judge = Judge(
+            fleet,
+            pools,
+            requests,
+            reader,
+            ledger,
+            metrics,
+            log,
+            clock,
+            secrets.token_hex(4),
+            recorder,
+            time.time if config.gateway.trust_request_start else None,
+        )
         processor = Processor(judge, ledger, metrics, log, clock, config.gateway.ask_for_body)
         registry.register(FleetCollector(fleet, clock, lambda: processor.open_streams))
 
@@ -130,7 +153,9 @@ class App:
 
     def _join(self, pool: str, worker: WorkerConfig) -> None:
         settings = worker.settings.for_engine()
-        self._fleet.join(pool, WorkerSpec(worker.name, worker.endpoint, settings, worker.cluster))
+        self._fleet.join(
+            pool, WorkerSpec(worker.name, worker.endpoint, settings, worker.cluster, frozenset(worker.adapters))
+        )
         recorder = self._recorder
         if recorder is not None:
             recorder.worker(pool, worker.name, settings)
@@ -182,6 +207,7 @@ class App:
             await asyncio.sleep(_HOUSEKEEPING_S)
             expired = self._fleet.expire(self._config.tickets.max_age_s, self._clock())
             self._ledger.given_up(expired, "age")
+            self._ledger.look_back()
 
     def _keep_running(self, what: str, work: Coroutine[None, None, None]) -> None:
         """Background work: a fault in it is counted and logged, and costs only what that work did."""
@@ -216,7 +242,7 @@ def _recorder(
 
 
 def _policy(pool: PoolConfig) -> PoolPolicy:
-    learning = pool.learning
+    learning, admission, fairness = pool.learning, pool.admission, pool.fairness
     return PoolPolicy(
         name=pool.name,
         learning=LearningPolicy(
@@ -226,7 +252,27 @@ def _policy(pool: PoolConfig) -> PoolPolicy:
             default_step_s=learning.default_step_s,
             min_intervals=learning.min_intervals,
         ),
-        learning_share=learning.share,
+        routing=RoutingPolicy(
+            Prefer(pool.routing.prefer),
+            {
+                Prefer.LATENCY: pool.routing.others.latency,
+                Prefer.BALANCED: pool.routing.others.balanced,
+                Prefer.CACHE: pool.routing.others.cache,
+            },
+            pool.routing.session_hint,
+            learning.share,
+        ),
+        admission=AdmissionPolicy(
+            Mode(admission.mode),
+            admission.max_queue_wait_s,
+            admission.max_ttft_s,
+            admission.overload_wait_s,
+            admission.overload_kv_demand,
+            admission.risk,
+            OnReject(admission.on_reject),
+        ),
+        guard=GuardPolicy(**msgspec.structs.asdict(admission.guard)),
+        fairness=FairnessPolicy(fairness.wait_s, fairness.half_life_s) if fairness.enabled else None,
         retry=RetryPolicy(pool.retry_after.cap_s, pool.retry_after.jitter),
     )
 

@@ -6,11 +6,12 @@ import ipaddress
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import yaml
 
+from predictor.admission import BOUND_MAX_S, BOUND_MIN_S, TTFT_BOUND_MAX_S, TTFT_BOUND_MIN_S
 from predictor.engines.vllm import Settings
 
 _DEFAULTS = Settings()
@@ -18,6 +19,7 @@ _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _YEAR_S = 366 * 86400.0
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
 _SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=_YEAR_S)]
+_Weight = Annotated[float, msgspec.Meta(ge=0, le=1000)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _PORT = r"([0-9]{1,4}|[1-5][0-9]{4}|6([0-4][0-9]{3}|5([0-4][0-9]{2}|5([0-2][0-9]|3[0-5]))))"
 _HostPort = Annotated[str, msgspec.Meta(pattern=rf"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):{_PORT}$")]
@@ -59,9 +61,11 @@ class ProbeSettings(_Section, frozen=True):
 
 
 class Gateway(_Section, frozen=True):
-    """`ask_for_body`: where Envoy is configured to send no bodies, ask for them (it must have allow_mode_override)."""
+    """`ask_for_body`: where Envoy is configured to send no bodies, ask for them (it must have allow_mode_override).
+    `trust_request_start`: something before us sets `x-request-start`, and lets no client do so."""
 
     ask_for_body: bool = False
+    trust_request_start: bool = False
 
 
 class Recording(_Section, frozen=True):
@@ -94,6 +98,48 @@ class Retry(_Section, frozen=True):
     jitter: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
 
 
+class GuardConfig(_Section, frozen=True):
+    """`false_alarms` null: admission never steps down by itself."""
+
+    false_alarms: _Share | None = 0.3
+    margin: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
+    window: _Positive = 50
+    least: _Positive = 20
+
+
+class Admission(_Section, frozen=True):
+    """null turns a rule off."""
+
+    mode: Literal["enforce", "shadow", "off"] = "enforce"
+    max_queue_wait_s: Annotated[float, msgspec.Meta(ge=BOUND_MIN_S, le=BOUND_MAX_S)] | None = None
+    max_ttft_s: Annotated[float, msgspec.Meta(ge=TTFT_BOUND_MIN_S, le=TTFT_BOUND_MAX_S)] | None = None
+    overload_wait_s: _Seconds | None = 300.0
+    overload_kv_demand: Annotated[float, msgspec.Meta(ge=1)] | None = 4.0
+    risk: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.3
+    on_reject: Literal["retry", "fail"] = "retry"
+    guard: GuardConfig = GuardConfig()
+
+
+class Others(_Section, frozen=True):
+    """What a second of others' time is worth, by preference."""
+
+    latency: _Weight = 0.0
+    balanced: _Weight = 1.0
+    cache: _Weight = 4.0
+
+
+class Routing(_Section, frozen=True):
+    prefer: Literal["latency", "balanced", "cache"] = "balanced"
+    others: Others = Others()
+    session_hint: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+
+
+class Fairness(_Section, frozen=True):
+    enabled: bool = False
+    wait_s: _SecondsOrZero = 2.0
+    half_life_s: _Seconds = 60.0
+
+
 class EngineSettings(_Section, frozen=True):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = _DEFAULTS.block_size
     num_gpu_blocks: _Positive | None = None
@@ -112,6 +158,7 @@ class WorkerConfig(_Section, frozen=True):
     cluster: _Name | None = None
     kv_events: _Zmq | None = None
     kv_replay: _Zmq | None = None
+    adapters: list[_Name] = []
     settings: EngineSettings = EngineSettings()
 
 
@@ -120,6 +167,9 @@ class PoolConfig(_Section, frozen=True):
     models: list[_Name] = []
     tokenizer: str | None = None
     learning: Learning = Learning()
+    admission: Admission = Admission()
+    routing: Routing = Routing()
+    fairness: Fairness = Fairness()
     retry_after: Retry = Retry()
     scores: bool = False
     workers: list[WorkerConfig] = []
@@ -127,6 +177,11 @@ class PoolConfig(_Section, frozen=True):
     @property
     def model_names(self) -> list[str]:
         return self.models or [self.name]
+
+    @property
+    def adapter_names(self) -> frozenset[str]:
+        """LoRA adapters that some worker has loaded; callers name them as models."""
+        return frozenset(name for worker in self.workers for name in worker.adapters)
 
 
 class Config(_Section, frozen=True):
@@ -259,6 +314,7 @@ def _doubles(raw: object) -> Iterator[tuple[str, str]]:
     """Names that must be unique: pools, models over all pools, workers over all pools."""
     pools = raw.get("pools") if isinstance(raw, dict) else None
     seen: dict[tuple[str, object], str] = {}
+    adapters_of: dict[str, int] = {}
     for number, pool in enumerate(pools if isinstance(pools, list) else []):
         if not isinstance(pool, dict):
             continue
@@ -271,6 +327,13 @@ def _doubles(raw: object) -> Iterator[tuple[str, str]]:
         for index, worker in enumerate(workers if isinstance(workers, list) else []):
             if isinstance(worker, dict):
                 names.append(("worker", worker.get("name"), f"{place}.workers[{index}].name"))
+                adapters = worker.get("adapters")
+                for adapter in adapters if isinstance(adapters, list) else []:
+                    # Several workers of a pool may have it; to anybody else it would be ambiguous.
+                    if isinstance(adapter, str) and adapters_of.setdefault(adapter, number) == number:
+                        continue
+                    where = f"{place}.workers[{index}].adapters"
+                    yield where, f"adapter {adapter!r} is already named in pools[{adapters_of.get(adapter)}]"
         for kind, value, where in names:
             if not isinstance(value, str):
                 continue

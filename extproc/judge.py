@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from extproc import replies, request_log
 from extproc.apis import LlmRequest, Unreadable
@@ -16,8 +16,9 @@ from extproc.prompt_reader import PoolText, PromptReader, ReadPrompt
 from extproc.recorder import Recorder
 from extproc.request_reader import RequestReader, UndecodableBody
 from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
-from extproc.wishes import BOUND_HEADER, BadWish, queue_wait_bound
-from predictor.fleet import Decision, Fleet, Grant, NoWorker, Refusal, Wish
+from extproc.wishes import BadWish, read_wishes
+from predictor.admission import OnReject, Refusal
+from predictor.fleet import Decision, Fleet, Grant, NoWorker, Wish
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,9 @@ class Pool:
     name: str
     text: PoolText
     scores: bool = False  # tell Envoy how the candidates compare
+    on_reject: OnReject = OnReject.RETRY
+    by_tenant: bool = False  # tenants share it fairly
+    adapters: frozenset[str] = frozenset()  # models that are LoRA adapters
 
 
 @dataclass(slots=True)
@@ -38,7 +42,8 @@ class Exchange:
 
 
 class Judge:
-    """`pools` maps each model name that callers may use to its pool; `boot` makes ticket ids unique across restarts."""
+    """`pools` maps each model name that callers may use to its pool; `boot` makes ticket ids unique across restarts.
+    `wall_clock` gives Unix time, where gateways are believed that say since when a request has been waiting."""
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class Judge:
         clock: Callable[[], float],
         boot: str,
         recorder: Recorder | None = None,
+        wall_clock: Callable[[], float] | None = None,
     ) -> None:
         self._fleet = fleet
         self._pools = pools
@@ -64,6 +70,7 @@ class Judge:
         self._log = log
         self._clock = clock
         self._recorder = recorder
+        self._wall_clock = wall_clock
         self._ids = (f"{boot}-{number}" for number in itertools.count(1))
 
     async def decide(self, case: Decide, exchange: Exchange) -> Verdict:
@@ -79,20 +86,33 @@ class Judge:
         if pool is None:
             return Pass(Passed.UNKNOWN_MODEL)
         try:
-            bound_s = queue_wait_bound(case.headers.get(BOUND_HEADER), request.max_queue_wait_s)
+            wishes = read_wishes(
+                case.headers,
+                request.max_queue_wait_s,
+                by_tenant=pool.by_tenant,
+                unix_s=None if self._wall_clock is None else self._wall_clock() - (body_at_s - exchange.received_at_s),
+            )
         except BadWish as fault:
             self._metrics.decisions.labels(pool.name, "bad_request").inc()
             return Reject(replies.bad_wish(fault, case.api))
+        if request.model in pool.adapters:
+            request = replace(request, adapter=request.model)
         read = await self._reader.read(pool.text, request, self._fleet.block_sizes(pool.name))
         if read.estimated is not None:
             self._metrics.estimated.labels(read.estimated.value).inc()
         wish = Wish(
             ticket_id=next(self._ids),
             received_at_s=exchange.received_at_s,
-            max_queue_wait_s=bound_s,
+            waited_before_s=wishes.waited_before_s,
+            max_queue_wait_s=wishes.max_queue_wait_s,
             streaming=request.streaming and case.answer_seen,
             max_tokens=request.max_tokens,
             subset=_subset(case.metadata),
+            max_ttft_s=wishes.max_ttft_s,
+            prefer=wishes.prefer,
+            tenant=wishes.tenant,
+            session=wishes.session,
+            adapter=request.adapter,
         )
         now_s = self._clock()
         decision = self._fleet.place(pool.name, read.prompt, wish, now_s)
@@ -107,7 +127,7 @@ class Judge:
             case Grant():
                 return Route(replies.route(decision, pool.scores))
             case Refusal():
-                return Reject(replies.shed(decision, case.api))
+                return Reject(replies.shed(decision, case.api, wishes.on_reject or pool.on_reject))
             case NoWorker():
                 return Reject(replies.unavailable(decision, case.api))
 
@@ -120,8 +140,11 @@ class Judge:
             case Grant(ticket, _, _, why):
                 metrics.decisions.labels(name, "routed").inc()
                 metrics.routed.labels(name, ticket.worker, why.value).inc()
-            case Refusal():
+                if ticket.would_refuse is not None:
+                    metrics.refusals.labels(name, ticket.would_refuse.reason.value, "shadow").inc()
+            case Refusal(reason):
                 metrics.decisions.labels(name, "refused").inc()
+                metrics.refusals.labels(name, reason.value, "enforced").inc()
             case NoWorker():
                 metrics.decisions.labels(name, "no_worker").inc()
         estimated = None if read.estimated is None else read.estimated.value

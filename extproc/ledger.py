@@ -126,6 +126,25 @@ class Ledger:
             if self._entries.pop(ticket.id, None) is not None:
                 self._metrics.ended.labels(source).inc()
 
+    def look_back(self) -> None:
+        """Tells what has become of refusals, and where admission has changed its mode because of it."""
+        for pool, review in self._fleet.take_reviews(self._clock()):
+            carried_out = "enforced" if review.enforced else "shadow"
+            self._metrics.refusals_graded.labels(pool, review.reason.value, carried_out, review.verdict.value).inc()
+            self._log(
+                "refusal_graded",
+                id=review.id,
+                worker=review.worker,
+                reason=review.reason.value,
+                carried_out=carried_out,
+                verdict=review.verdict.value,
+                wait_s=None if review.wait_s is None else round(review.wait_s, 3),
+            )
+        for pool, mode, rate in self._fleet.take_steps():
+            self._metrics.admission_steps.labels(pool, mode.value).inc()
+            # Whoever runs this has to know: until it steps up again, bounds are not kept by refusing.
+            self._log("admission_stepped", pool=pool, to=mode.value, false_alarm_rate=round(rate, 3), level="warning")
+
     def _ended(self, ticket_id: str, end: RequestEnd) -> None:
         usage = _usage(end.metadata.get(USAGE_NAMESPACE, {}))
         self._finish(ticket_id, usage, end.status, "access_log", retried=end.attempts > 1)

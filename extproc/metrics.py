@@ -47,6 +47,11 @@ class Metrics:
         self.registry = registry
         self.decisions = counter("decisions", "Requests decided", "pool", "outcome")
         self.routed = counter("routed", "Requests routed, by worker and reason", "pool", "worker", "why")
+        self.refusals = counter("refusals", "Refusals, and those of shadow mode", "pool", "reason", "carried_out")
+        self.refusals_graded = counter(
+            "refusals_graded", "Refusals in hindsight", "pool", "reason", "carried_out", "verdict"
+        )
+        self.admission_steps = counter("admission_steps", "Changes of admission's mode by its guard", "pool", "to")
         self.passed = counter("passed", "Requests passed on without a decision", "reason")
         self.estimated = counter("prompts_estimated", "Prompts estimated from bytes instead of tokenized", "reason")
         self.decision_seconds = histogram(
@@ -118,6 +123,12 @@ class FleetCollector(Collector):
         for reason, count in self._fleet.skipped_events().items():
             skipped.add_metric([reason], count)
         yield skipped
+        pools = view["pools"]
+        assert isinstance(pools, dict)
+        enforcing = GaugeMetricFamily("headway_admission_enforcing", "1 if refusals are carried out", labels=["pool"])
+        for name, pool in pools.items():
+            enforcing.add_metric([name], float(pool["admission"]["mode"] == "enforce"))
+        yield enforcing
         gauges = {
             "in_flight": "Granted requests in flight",
             "prefill_tokens_ahead": "Prompt tokens that a newcomer would find before it",
@@ -126,8 +137,6 @@ class FleetCollector(Collector):
             "up": "1 if the probe reaches the engine",
             "feed_trusted": "1 if the event feed is complete",
         }
-        pools = view["pools"]
-        assert isinstance(pools, dict)
         for key, text in gauges.items():
             name = "headway_worker_" + key.removesuffix("_s") + ("_seconds" if key.endswith("_s") else "")
             gauge = GaugeMetricFamily(name, text, labels=["pool", "worker"])

@@ -173,7 +173,7 @@ class PromptReader:
             return tokens
         if not len(tokens):
             return Estimated.OPAQUE
-        namespace = Namespace(cache_salt=request.cache_salt)
+        namespace = Namespace(request.adapter, request.cache_salt)
         hashes = {}
         if request.reads_cache:
             hashes = {size: self._hasher.prompt_hashes(tokens, size, namespace) for size in block_sizes}

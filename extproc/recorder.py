@@ -17,8 +17,9 @@ from typing import BinaryIO, Protocol
 
 import zstandard
 
+from predictor.admission import Refusal
 from predictor.engines.vllm import Settings
-from predictor.fleet import Decision, Grant, Refusal, Usage, Wish
+from predictor.fleet import Decision, Grant, Usage, Wish
 from predictor.hashed_events import HashedEvents
 from predictor.prompt import BlockHasher, Prompt
 from predictor.recording import (
@@ -242,7 +243,7 @@ class Recorder:
                     bound_s=wish.max_queue_wait_s,
                     cache_salt=salt,
                     reason=reason.value,
-                    retry_after_s=retry.told_s,
+                    retry_after_s=None if retry is None else retry.told_s,
                 )
         return None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from extproc.apis import Api
 from extproc.exchange import Continue, Phase, Refuse
 from extproc.wishes import BadWish
-from predictor.fleet import Grant, NoWorker, Reason, Refusal
+from predictor.admission import OnReject, Reason, Refusal
+from predictor.fleet import Grant, NoWorker
 
 DESTINATION = "x-gateway-destination-endpoint"
 LB_NAMESPACE = "envoy.lb"
@@ -24,9 +25,27 @@ ENGINE_FULL = (429, 503)
 
 _JSON = ("content-type", "application/json")
 _MESSAGES = {
-    Reason.QUEUE_WAIT: "No worker can start this request within max_queue_wait_s = {bound:g} s; "
+    Reason.QUEUE_WAIT: "No worker can start this request within max_queue_wait_s = {wait_bound:g} s; "
     "the shortest predicted wait is {wait:.1f} s.",
-    Reason.BOUND_USED_UP: "max_queue_wait_s = {bound:g} s had passed before this request could be placed.",
+    Reason.TTFT: "No worker can answer this request within the bound on its time to first token of {ttft_bound:g} s; "
+    "the shortest predicted time is {ttft:.1f} s.",
+    Reason.OWN_PREFILL: "The prompt alone takes {own:.1f} s to prefill, longer than the bound on its time to first "
+    "token of {ttft_bound:g} s.",
+    Reason.BOUND_USED_UP: "The bound of {bound:g} s had passed before this request could be placed.",
+    Reason.OVERLOAD_WAIT: "Every worker is overloaded; the shortest predicted wait is {wait:.1f} s.",
+    Reason.OVERLOAD_KV: "Every worker is overloaded: the requests in flight need several times its KV cache.",
+    Reason.FAIR_SHARE: "This tenant has used more than its share of the pool; the shortest predicted wait is "
+    "{wait:.1f} s.",
+}
+# What OpenAI's clients show as param and code, by reason.
+_FAULTS: dict[Reason, tuple[str | None, str]] = {
+    Reason.QUEUE_WAIT: ("max_queue_wait_s", "queue_wait_exceeded"),
+    Reason.TTFT: (None, "ttft_exceeded"),
+    Reason.OWN_PREFILL: (None, "ttft_exceeded"),
+    Reason.BOUND_USED_UP: ("max_queue_wait_s", "queue_wait_exceeded"),
+    Reason.OVERLOAD_WAIT: (None, "overloaded"),
+    Reason.OVERLOAD_KV: (None, "overloaded"),
+    Reason.FAIR_SHARE: (None, "fair_share_exceeded"),
 }
 
 
@@ -65,23 +84,37 @@ def _scores(grant: Grant) -> list[tuple[str, float]]:
     return [(forecast.worker, (best_s + 1e-3) / (forecast.ttft_s + 1e-3)) for forecast in grant.forecasts]
 
 
-def shed(refusal: Refusal, api: Api) -> Refuse:
-    """429: capacity exists, but not in time."""
-    retry = refusal.retry
-    message = _MESSAGES[refusal.reason].format(bound=refusal.bound_s, wait=refusal.best.queue_wait_s)
-    return Refuse(
-        status=429,
-        headers=(
-            _JSON,
+def shed(refusal: Refusal, api: Api, on_reject: OnReject = OnReject.RETRY) -> Refuse:
+    """429: capacity exists, but not in time. OpenAI's and Anthropic's libraries do as `x-should-retry` says, and sleep
+    as long as `retry-after-ms` or `retry-after` says, up to a minute."""
+    limits, best, retry = refusal.limits, refusal.best, refusal.retry
+    used_up = min(bound for bound in (limits.max_queue_wait_s, limits.max_ttft_s, float("inf")) if bound is not None)
+    message = _MESSAGES[refusal.reason].format(
+        wait_bound=limits.max_queue_wait_s or 0.0,
+        ttft_bound=limits.max_ttft_s or 0.0,
+        bound=used_up,
+        wait=best.queue_wait_s,
+        ttft=best.ttft_s,
+        own=best.prefill_s + best.overhead_s,
+    )
+    headers: tuple[tuple[str, str], ...] = (
+        _JSON,
+        ("x-should-retry", "true" if retry is not None and on_reject is OnReject.RETRY else "false"),
+        ("x-headway-reason", refusal.reason.value),
+        ("x-llm-d-request-dropped-reason", "rejected-saturated"),
+    )
+    if retry is not None:
+        message += f" Retry in {retry.whole_s} s."
+        headers += (
             ("retry-after", str(retry.whole_s)),
             ("retry-after-ms", str(max(1, round(retry.told_s * 1000)))),
             ("x-headway-retry-after-uncapped-s", f"{retry.uncapped_s:.3f}"),
-            ("x-headway-reason", refusal.reason.value),
-            ("x-llm-d-request-dropped-reason", "rejected-saturated"),
-        ),
-        body=api.error_body(
-            f"{message} Retry in {retry.whole_s} s.", "rate_limit_error", "max_queue_wait_s", "queue_wait_exceeded"
-        ),
+        )
+    param, code = _FAULTS[refusal.reason]
+    return Refuse(
+        status=429,
+        headers=headers,
+        body=api.error_body(message, "rate_limit_error", param, code),
         details=f"headway_{refusal.reason.value}",
     )
 

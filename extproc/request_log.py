@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from predictor.fleet import Decision, Ended, Grant, NoWorker, Refusal, Wish
+from predictor.admission import Refusal
+from predictor.fleet import Decision, Ended, Grant, NoWorker, Wish
 from predictor.forecast import Forecast
 from predictor.grading import Grade
 
@@ -25,6 +26,7 @@ def decision(
         "prompt_tokens": prompt_tokens,
         "estimated": estimated,
         "bound_s": wish.max_queue_wait_s,
+        "ttft_bound_s": wish.max_ttft_s,
         "streaming": streaming,
         "took_ms": round(took_s * 1000, 2),
         **_outcome(made),
@@ -59,13 +61,14 @@ def ended(of: Ended, status: int | None, source: str) -> dict[str, object]:
 
 def _outcome(made: Decision) -> dict[str, object]:
     match made:
-        case Grant(ticket, endpoints, forecasts, why):
+        case Grant(ticket, endpoints, forecasts, why, _, would_refuse):
             # Not the ticket's worker, which changes when Envoy falls back to another.
             priced = ticket.forecast
             return {
                 "outcome": "routed",
                 "worker": priced.worker,
                 "why": why.value,
+                "would_refuse": None if would_refuse is None else would_refuse.reason.value,
                 "endpoints": endpoints,
                 "predicted_ttft_s": round(priced.ttft_s, 4),
                 "already_waited_s": round(priced.already_waited_s, 4),
@@ -80,7 +83,7 @@ def _outcome(made: Decision) -> dict[str, object]:
             return {
                 "outcome": "refused",
                 "reason": reason.value,
-                "retry_after_s": round(retry.told_s, 3),
+                "retry_after_s": None if retry is None else round(retry.told_s, 3),
                 "best_wait_s": round(best.queue_wait_s, 4),
                 "candidates": _parts(forecasts),
             }

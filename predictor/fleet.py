@@ -6,29 +6,43 @@ two requests can never both take the same idle worker.
 
 from __future__ import annotations
 
-import enum
 import heapq
-from collections import Counter, deque
+import itertools
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field
 from math import ceil
 
 import numpy as np
 
-from predictor.admission import RetryAfter, RetryPolicy, feasible, retry_after
+from predictor.admission import (
+    AdmissionPolicy,
+    Limits,
+    Mode,
+    Prospect,
+    Reason,
+    Refusal,
+    RetryPolicy,
+    limits_of,
+    objection,
+    refuse,
+)
 from predictor.cache_index import CacheIndex
 from predictor.engines.vllm import Sequence, Settings, reusable_tokens, room_beside
+from predictor.fairness import FairnessPolicy, TenantUse
 from predictor.forecast import Forecast, forecast
 from predictor.grading import CacheVerdict, Grade, grade, judge_cache
+from predictor.hindsight import Guard, GuardPolicy, Hindsight, Review, Watched, review_shadow
 from predictor.interval import Calibration, PoolErrors
 from predictor.kv_events import Batch
 from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
 from predictor.output_lengths import LengthCurve, OutputLengths
-from predictor.prefill_cost import Basis, DecodeSample, LearningPolicy, PrefillCost, PrefillSample
+from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample
 from predictor.prefixes_ahead import PrefixesAhead
 from predictor.prompt import BlockHasher, Prompt
 from predictor.queue_replay import Shadow
-from predictor.routing import Candidate, Why, choose
+from predictor.routing import Candidate, Choice, Prefer, RoutingPolicy, Why, choose
 
 _RECENT_GRANTS = 50
 _MAX_OUTPUT_TOKENS = 1 << 20
@@ -36,6 +50,10 @@ _MAX_OUTPUT_TOKENS = 1 << 20
 _EVIDENCE_GRACE_S = 5.0
 # Fewer steps tell little: the end is seen a millisecond late.
 _MIN_OUTPUT_TOKENS = 8
+# Sessions remembered in a pool, by the worker that served them last; the oldest are forgotten.
+_MOST_SESSIONS = 10_000
+# Reviews that nobody has fetched yet; the oldest are dropped.
+_MOST_REVIEWS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +64,7 @@ class WorkerSpec:
     endpoint: str
     settings: Settings = field(default_factory=Settings)
     cluster: str | None = None  # Envoy's name for it, where routes choose clusters
+    adapters: frozenset[str] = frozenset()  # LoRA adapters that it has loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +73,11 @@ class PoolPolicy:
 
     name: str
     learning: LearningPolicy = field(default_factory=LearningPolicy)
-    learning_share: float = 0.1  # of recent grants, per worker that has not learned
+    routing: RoutingPolicy = field(default_factory=RoutingPolicy)
+    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
+    guard: GuardPolicy = field(default_factory=GuardPolicy)
+    fairness: FairnessPolicy | None = None
     retry: RetryPolicy = field(default_factory=RetryPolicy)
-    fallbacks: int = 2
     default_output_tokens: int = 256  # expected of a request, until ends have been seen
 
 
@@ -71,6 +92,11 @@ class Wish:
     streaming: bool = True  # the first token will be seen
     max_tokens: int | None = None
     subset: frozenset[str] | None = None  # endpoints that may be chosen; None: all of the pool's
+    max_ttft_s: float | None = None
+    prefer: Prefer | None = None  # None: as the pool does
+    tenant: str | None = None  # who shares the pool with whom, where that counts
+    session: str | None = None  # what the caller calls the conversation
+    adapter: str | None = None  # LoRA adapter that must be loaded
 
 
 @dataclass(slots=True)
@@ -87,6 +113,9 @@ class Ticket:
     solo: bool  # no other prefill shared the worker with its own
     decodes_beside: int
     cost_changes: int  # of the worker's speed, when it was forecast
+    number: int = 0  # bookings are numbered in the order in which they join their worker's queue
+    kv_tokens: int = 0  # of the worker's KV cache that it will need beside what it shares
+    would_refuse: Refusal | None = None  # let through in shadow mode
     decoded_alone: bool = False  # nothing else was in flight on the worker since its first token
     first_token_at_s: float | None = None
     overdue: bool = False  # the upper end of its interval passed without a first token
@@ -100,22 +129,7 @@ class Grant:
     forecasts: tuple[Forecast, ...]  # of every worker that was considered
     why: Why
     cluster: str | None = None  # of the chosen one, where routes choose clusters
-
-
-class Reason(enum.Enum):
-    """Why a request was not placed."""
-
-    QUEUE_WAIT = "queue_wait"  # no worker keeps the bound
-    BOUND_USED_UP = "bound_used_up"  # the time already waited exceeds it
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    reason: Reason
-    bound_s: float
-    retry: RetryAfter
-    best: Forecast  # the least wait that was to be had
-    forecasts: tuple[Forecast, ...]
+    would_refuse: Refusal | None = None  # in shadow mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +178,20 @@ class _Worker:
     backing_off_until_s: float = 0.0  # the engine has said that it is full
     foreign_load: bool = False  # the engine has more in progress than came through us
     load_seen: tuple[float, int] | None = None  # when the engine was last asked, and what it had in progress
+    kv_tokens: int = 0  # that the tickets in flight will need
+    hindsight: Hindsight = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hindsight = Hindsight(self.spec.name)
+
+    @property
+    def idle(self) -> bool:
+        return not self.tickets and not self.foreign_load
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        blocks = self.settings.num_gpu_blocks
+        return None if blocks is None else blocks * self.settings.block_size
 
 
 @dataclass(slots=True)
@@ -174,9 +202,45 @@ class _Pool:
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=_RECENT_GRANTS))
     errors: PoolErrors = field(default_factory=PoolErrors)
     lengths: OutputLengths = field(init=False)
+    reuse: float = 0.0  # running mean of the part of a prompt that is cached
+    sessions: OrderedDict[str, str] = field(default_factory=OrderedDict)  # to the worker that served them last
+    guard: Guard = field(init=False)
+    use: TenantUse | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.lengths = OutputLengths(self.policy.default_output_tokens)
+        self.guard = Guard(self.policy.guard)
+        fairness = self.policy.fairness
+        self.use = None if fairness is None else TenantUse(fairness.half_life_s)
+
+    @property
+    def mode(self) -> Mode:
+        """Admission's mode as of now: a guard may have stepped it down."""
+        mode = self.policy.admission.mode
+        return Mode.SHADOW if mode is Mode.ENFORCE and self.guard.stepped_down else mode
+
+    def limits(self, wish: Wish, now_s: float) -> Limits:
+        fair_wait_s = None
+        if self.use is not None and wish.tenant is not None and self.use.over_share(wish.tenant, now_s):
+            assert self.policy.fairness is not None
+            fair_wait_s = self.policy.fairness.wait_s
+        return limits_of(self.policy.admission, wish.max_queue_wait_s, wish.max_ttft_s, fair_wait_s)
+
+    def granted(self, wish: Wish, priced: Forecast, now_s: float) -> None:
+        """Remembers what later decisions go by."""
+        self.recent.append(priced.worker)
+        self.reuse += 0.02 * (priced.cached_tokens / max(1, priced.prompt_tokens) - self.reuse)
+        if wish.session is not None:
+            self.sessions[wish.session] = priced.worker
+            self.sessions.move_to_end(wish.session)
+            if len(self.sessions) > _MOST_SESSIONS:
+                self.sessions.popitem(last=False)
+        if self.use is not None and wish.tenant is not None:
+            self.use.add(wish.tenant, priced.prompt_tokens - priced.cached_tokens, now_s)
+
+    def expected_output(self, max_tokens: int | None, now_s: float) -> int:
+        """Tokens that half of all requests do not go beyond."""
+        return self.length_curve(now_s).length(0.5, 0, max_tokens)
 
     def length_curve(self, now_s: float) -> LengthCurve:
         return self.lengths.curve(self._generated, now_s)
@@ -194,6 +258,9 @@ class Fleet:
         self._pools = {policy.name: _Pool(policy) for policy in policies}
         self._pool_of: dict[str, _Pool] = {}
         self._tickets: dict[str, Ticket] = {}
+        self._numbers = itertools.count(1)
+        self._reviews: deque[tuple[str, Review]] = deque(maxlen=_MOST_REVIEWS)
+        self._steps: list[tuple[str, Mode, float]] = []
 
     def add_pool(self, policy: PoolPolicy) -> None:
         """ValueError if there is one of this name."""
@@ -222,6 +289,7 @@ class Fleet:
         home.indexes[gone.settings.block_size].remove(worker)
         for ticket_id in gone.tickets:
             del self._tickets[ticket_id]
+        self._reviewed(home, gone.hindsight.give_up())
         return list(gone.tickets.values())
 
     def workers(self, pool: str) -> list[WorkerSpec]:
@@ -315,28 +383,38 @@ class Fleet:
     def place(self, pool: str, prompt: Prompt, wish: Wish, now_s: float) -> Decision:
         """Forecasts every worker, chooses, and books the ticket before it returns. KeyError for an unknown pool."""
         home = self._pools[pool]
-        workers = _eligible(home.workers.values(), wish.subset, now_s)
+        workers = _eligible(home.workers.values(), wish, now_s)
         if not workers:
             return NoWorker(pool)
         waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
         runs = {size: index.runs(prompt.hashes.get(size, ())) for size, index in home.indexes.items()}
-        grants = Counter(home.recent)
-        candidates = []
+        prospects = []
         for worker in workers:
             size = worker.settings.block_size
             blocks = worker.ahead.run(prompt.hashes.get(size, ()), runs[size][worker.spec.name])
-            share = grants[worker.spec.name] / max(1, len(home.recent))
-            candidates.append(self._candidate(worker, prompt, blocks, wish, share, waited_s, now_s))
-        forecasts = tuple(candidate.forecast for candidate in candidates)
-        choice = choose(candidates, home.policy.learning_share, home.policy.fallbacks, self._rng)
+            prospects.append(self._prospect(home, worker, prompt, blocks, wish, waited_s, now_s))
+        forecasts = tuple(prospect.forecast for prospect in prospects)
+        limits = home.limits(wish, now_s)
+        objections: list[Reason | None] = [None] * len(prospects)
+        if home.mode is not Mode.OFF:
+            objections = [objection(prospect, limits) for prospect in prospects]
+        choice = self._choose(home, workers, prospects, [found is None for found in objections], wish)
+        refusal = None
         if choice is None:
-            return self._refuse(home, wish, waited_s, forecasts)
+            refusal = refuse(prospects, objections, limits, home.policy.retry, self._rng)
+            if home.mode is Mode.ENFORCE:
+                self._watch(home, wish, refusal, now_s)
+                return refusal
+            choice = self._choose(home, workers, prospects, [True] * len(prospects), wish)
+            assert choice is not None, "with everybody open, somebody is chosen"
         chosen = choice.ranked[0].forecast
         server = home.workers[chosen.worker]
         ticket = self._book(home, server, chosen, wish, now_s)
+        ticket.would_refuse = refusal
         server.ahead.add(ticket.id, prompt.hashes.get(server.settings.block_size, ()))
         endpoints = tuple(home.workers[candidate.forecast.worker].spec.endpoint for candidate in choice.ranked)
-        return Grant(ticket, endpoints, forecasts, choice.why, home.workers[chosen.worker].spec.cluster)
+        cluster = home.workers[chosen.worker].spec.cluster
+        return Grant(ticket, endpoints, forecasts, choice.why, cluster, refusal)
 
     def place_on(self, worker: str, prompt: Prompt, wish: Wish, now_s: float) -> Ticket:
         """Forecasts and books on this worker, whoever else would be better: where a recording says that it went."""
@@ -346,7 +424,7 @@ class Fleet:
         size = server.settings.block_size
         hashes = prompt.hashes.get(size, ())
         blocks = server.ahead.run(hashes, home.indexes[size].runs(hashes)[worker])
-        priced = self._candidate(server, prompt, blocks, wish, 0.0, waited_s, now_s).forecast
+        priced = self._prospect(home, server, prompt, blocks, wish, waited_s, now_s).forecast
         ticket = self._book(home, server, priced, wish, now_s)
         server.ahead.add(ticket.id, hashes)
         return ticket
@@ -363,13 +441,16 @@ class Fleet:
         ticket = self._tickets.get(ticket_id)
         if ticket is None or ticket.first_token_at_s is not None:
             return None
+        home = self._pool_of[ticket.worker]
+        worker = home.workers[ticket.worker]
+        self._reviewed(home, worker.hindsight.before(now_s))
         ticket.first_token_at_s = now_s
-        worker = self._pool_of[ticket.worker].workers[ticket.worker]
         if served_endpoint is not None and served_endpoint != worker.spec.endpoint:
             self._move(ticket, worker, served_endpoint, now_s)
             return FirstToken(ticket, None)
         _count_overdue(worker, self._tickets, now_s)
         worker.shadow.first_token(ticket_id, now_s)
+        self._look_back(home, worker, now_s)
         ticket.decoded_alone = len(worker.tickets) == 1 and not worker.foreign_load
         actual_s = ticket.wish.waited_before_s + now_s - ticket.wish.received_at_s
         priced = ticket.forecast
@@ -379,7 +460,10 @@ class Fleet:
         )
         if worker.cost.graded(predicted_s, actual_s - priced.already_waited_s, ticket.cost_changes):
             worker.shadow.set_cost(worker.cost.cost)
-        return FirstToken(ticket, grade(ticket.forecast, actual_s, ticket.wish.max_queue_wait_s))
+        if ticket.would_refuse is not None:
+            self._reviewed(home, [review_shadow(ticket.id, ticket.would_refuse, priced, actual_s)])
+        limits = limits_of(home.policy.admission, ticket.wish.max_queue_wait_s, ticket.wish.max_ttft_s, None)
+        return FirstToken(ticket, grade(priced, actual_s, limits.max_queue_wait_s, limits.max_ttft_s))
 
     def finish(self, ticket_id: str, usage: Usage, now_s: float, retried: bool = False) -> Ended | None:
         """Releases a ticket, however its request ended; None if it is unknown (released before).
@@ -391,9 +475,12 @@ class Fleet:
             return None
         home = self._pool_of[ticket.worker]
         worker = home.workers[ticket.worker]
+        self._reviewed(home, worker.hindsight.before(now_s))
         del worker.tickets[ticket_id]
+        worker.kv_tokens -= ticket.kv_tokens
         worker.ahead.remove(ticket_id)
         worker.shadow.finish(ticket_id, now_s)
+        self._look_back(home, worker, now_s)
         if usage.output_tokens is not None and ticket.first_token_at_s is not None:
             # Nobody generates more than was asked for, whatever is reported.
             seen = min(usage.output_tokens, ticket.wish.max_tokens or _MAX_OUTPUT_TOKENS, _MAX_OUTPUT_TOKENS)
@@ -433,6 +520,26 @@ class Fleet:
     def ticket(self, ticket_id: str) -> Ticket | None:
         return self._tickets.get(ticket_id)
 
+    def take_reviews(self, now_s: float) -> list[tuple[str, Review]]:
+        """What has become of refusals since the last call, with their pools."""
+        for home in self._pools.values():
+            for worker in home.workers.values():
+                if len(worker.hindsight):
+                    self._reviewed(home, worker.hindsight.before(now_s))
+        reviews = list(self._reviews)
+        self._reviews.clear()
+        return reviews
+
+    def take_steps(self) -> list[tuple[str, Mode, float]]:
+        """Pools whose guard has changed what they do with refusals since the last call, how, and the false-alarm rate
+        that led to it."""
+        steps, self._steps = self._steps, []
+        return steps
+
+    def admission_mode(self, pool: str) -> Mode:
+        """As of now: where too many refusals were false alarms, a pool that would enforce is in shadow mode."""
+        return self._pools[pool].mode
+
     @property
     def in_flight(self) -> int:
         return len(self._tickets)
@@ -457,7 +564,12 @@ class Fleet:
 
     def _pool_view(self, pool: _Pool, now_s: float) -> dict[str, object]:
         return {
-            "expected_output_tokens": pool.length_curve(now_s).length(0.5),
+            "expected_output_tokens": pool.expected_output(None, now_s),
+            "admission": {
+                "mode": pool.mode.value,
+                "configured": pool.policy.admission.mode.value,
+                "false_alarm_rate": pool.guard.false_alarm_rate,
+            },
             "workers": {name: self._worker_view(pool, worker, now_s) for name, worker in pool.workers.items()},
         }
 
@@ -475,6 +587,7 @@ class Fleet:
             "wait_s": round(max(0.0, timeline.admitted_s() - now_s), 4),
             "cached_blocks": pool.indexes[settings.block_size].blocks(worker.spec.name),
             "num_gpu_blocks": settings.num_gpu_blocks,
+            "kv_demand": _kv_demand(worker, 0),
             "block_size": settings.block_size,
             "max_num_batched_tokens": settings.max_num_batched_tokens,
             "interval": {
@@ -506,20 +619,19 @@ class Fleet:
         known = home.workers[worker]
         return home.indexes[known.settings.block_size], known
 
-    def _candidate(
-        self, worker: _Worker, prompt: Prompt, blocks: int, wish: Wish, share: float, waited_s: float, now_s: float
-    ) -> Candidate:
-        settings, cost, shadow = worker.settings, worker.cost.cost, worker.shadow
+    def _prospect(
+        self, home: _Pool, worker: _Worker, prompt: Prompt, blocks: int, wish: Wish, waited_s: float, now_s: float
+    ) -> Prospect:
+        settings, shadow = worker.settings, worker.shadow
         _count_overdue(worker, self._tickets, now_s)
-        timeline = shadow.timeline(now_s)
         priced = forecast(
             worker=worker.spec.name,
             prompt_tokens=prompt.token_count,
             cached_tokens=reusable_tokens(blocks, settings.block_size, prompt.token_count),
             already_waited_s=waited_s,
-            timeline=timeline,
+            timeline=shadow.timeline(now_s),
             settings=settings,
-            cost=cost,
+            cost=worker.cost.cost,
             basis=worker.cost.basis,
             tokens_ahead=shadow.prefill_tokens_ahead(),
             now_s=now_s,
@@ -527,28 +639,79 @@ class Fleet:
             calibration=worker.calibration,
             trusted=worker.trusted,
         )
-        return Candidate(
-            forecast=priced,
-            feasible=feasible(priced, wish.max_queue_wait_s, idle=not worker.tickets and not worker.foreign_load),
-            prefilling=shadow.prefilling,
-            learned=worker.cost.learned,
-            # What is on its way to being a sample counts, or requests in a row would all go to one worker.
-            samples=worker.cost.samples + len(worker.tickets),
-            recent_share=share,
-            uncached_prefill_s=cost.alone_s(0, prompt.token_count, settings.max_num_batched_tokens),
-        )
+        needed = priced.prompt_tokens - priced.cached_tokens + home.expected_output(wish.max_tokens, now_s)
+        # Errors of an empty queue say little about those of a full one: what is predicted is the least.
+        high_wait_s = max(priced.wait_s, priced.queue_wait_quantile_s(1.0 - home.policy.admission.risk) - waited_s)
+        return Prospect(priced, high_wait_s, worker.idle, _kv_demand(worker, needed))
 
-    def _refuse(self, home: _Pool, wish: Wish, waited_s: float, forecasts: tuple[Forecast, ...]) -> Refusal:
-        bound_s = wish.max_queue_wait_s
-        assert bound_s is not None, "without a bound some worker is always open"
-        learned = [priced for priced in forecasts if priced.basis is Basis.CURVE] or forecasts
-        return Refusal(
-            reason=Reason.BOUND_USED_UP if waited_s > bound_s else Reason.QUEUE_WAIT,
-            bound_s=bound_s,
-            retry=retry_after(learned, bound_s, home.policy.retry, self._rng),
-            best=min(learned, key=lambda priced: priced.wait_s),
-            forecasts=forecasts,
+    def _choose(
+        self,
+        home: _Pool,
+        workers: ReadOnly[_Worker],
+        prospects: ReadOnly[Prospect],
+        open_to: ReadOnly[bool],
+        wish: Wish,
+    ) -> Choice | None:
+        grants = Counter(home.recent)
+        known = any(prospect.forecast.cached_tokens for prospect in prospects)
+        last = None if known or wish.session is None else home.sessions.get(wish.session)
+        candidates = []
+        for worker, prospect, is_open in zip(workers, prospects, open_to, strict=True):
+            priced, cost = prospect.forecast, worker.cost.cost
+            candidates.append(
+                Candidate(
+                    forecast=priced,
+                    feasible=is_open,
+                    prefilling=worker.shadow.prefilling,
+                    learned=worker.cost.learned,
+                    # What is on its way to being a sample counts, or requests in a row would all go to one worker.
+                    samples=worker.cost.samples + len(worker.tickets),
+                    recent_share=grants[worker.spec.name] / max(1, len(home.recent)),
+                    uncached_prefill_s=cost.alone_s(0, priced.prompt_tokens, worker.settings.max_num_batched_tokens),
+                    eviction_s=home.reuse * cost.tokens_s(0, _evicted_tokens(home, worker, priced)),
+                    session=worker.spec.name == last,
+                )
+            )
+        return choose(candidates, home.policy.routing, wish.prefer, self._rng)
+
+    def _watch(self, home: _Pool, wish: Wish, refusal: Refusal, now_s: float) -> None:
+        """To find out afterwards whether the refusal was right."""
+        best, allowed_s = refusal.best, refusal.allowed_wait_s
+        if allowed_s is None:
+            return
+        worker = home.workers[best.worker]
+        self._reviewed(home, worker.hindsight.before(now_s))
+        watched = Watched(
+            id=wish.ticket_id,
+            reason=refusal.reason,
+            behind=max((ticket.number for ticket in worker.tickets.values()), default=0),
+            refused_at_s=now_s,
+            already_waited_s=best.already_waited_s,
+            in_time_until_s=now_s + allowed_s - best.already_waited_s,
+            prompt_tokens=best.prompt_tokens,
         )
+        waiting = (ticket for ticket in worker.tickets.values() if ticket.first_token_at_s is None)
+        sure = not worker.foreign_load and all(ticket.wish.streaming for ticket in waiting)
+        self._reviewed(home, worker.hindsight.watch(watched, sure))
+
+    def _look_back(self, home: _Pool, worker: _Worker, now_s: float) -> None:
+        if not len(worker.hindsight):
+            return
+        unstarted = (t.number for t in worker.tickets.values() if t.first_token_at_s is None and t.wish.streaming)
+
+        def has_room(refused: Watched) -> bool:
+            if worker.capacity_tokens is None:
+                return True
+            held = sum(t.forecast.prompt_tokens for t in worker.tickets.values() if t.number <= refused.behind)
+            return held + refused.prompt_tokens <= worker.capacity_tokens
+
+        self._reviewed(home, worker.hindsight.after(min(unstarted, default=None), has_room, now_s))
+
+    def _reviewed(self, home: _Pool, reviews: Iterable[Review]) -> None:
+        for review in reviews:
+            if home.guard.record(review):
+                self._steps.append((home.policy.name, home.mode, home.guard.rate_at_last_step))
+            self._reviews.append((home.policy.name, review))
 
     def _book(self, home: _Pool, worker: _Worker, priced: Forecast, wish: Wish, now_s: float) -> Ticket:
         shadow = worker.shadow
@@ -564,6 +727,8 @@ class Fleet:
             solo=solo,
             decodes_beside=shadow.decoding,
             cost_changes=worker.cost.changes,
+            number=next(self._numbers),
+            kv_tokens=priced.prompt_tokens - priced.cached_tokens + home.expected_output(wish.max_tokens, now_s),
         )
         if ticket.id in self._tickets:
             raise ValueError(f"ticket {ticket.id!r} is already in flight")
@@ -572,10 +737,11 @@ class Fleet:
         expected = home.length_curve(now_s).length(float(self._rng.random()), 0, wish.max_tokens)
         shadow.book(Sequence(ticket.id, priced.prompt_tokens, priced.cached_tokens, expected, wish.streaming), now_s)
         worker.tickets[ticket.id] = ticket
+        worker.kv_tokens += ticket.kv_tokens
         self._tickets[ticket.id] = ticket
         if wish.streaming:
             heapq.heappush(worker.due, (now_s + priced.high_s - priced.already_waited_s, ticket.id))
-        home.recent.append(worker.spec.name)
+        home.granted(wish, priced, now_s)
         return ticket
 
     def _move(self, ticket: Ticket, chosen: _Worker, served_endpoint: str, now_s: float) -> None:
@@ -585,13 +751,17 @@ class Fleet:
         server = next((w for w in home.workers.values() if w.spec.endpoint == served_endpoint), None)
         if server is None:
             chosen.shadow.first_token(ticket.id, now_s)
+            self._look_back(home, chosen, now_s)
             return
         chosen.ahead.remove(ticket.id)
         chosen.shadow.finish(ticket.id, now_s)
         del chosen.tickets[ticket.id]
-        ticket.worker = server.spec.name
+        chosen.kv_tokens -= ticket.kv_tokens
+        self._look_back(home, chosen, now_s)
+        ticket.worker, ticket.number = server.spec.name, next(self._numbers)
         _spoil_samples(server)
         server.tickets[ticket.id] = ticket
+        server.kv_tokens += ticket.kv_tokens
         tokens = ticket.forecast.prompt_tokens
         expected = home.length_curve(now_s).length(float(self._rng.random()), 0, ticket.wish.max_tokens)
         server.shadow.adopt(Sequence(ticket.id, tokens, tokens, expected), now_s)
@@ -639,8 +809,25 @@ def _spoil_samples(worker: _Worker) -> None:
             ticket.solo = False
 
 
-def _eligible(workers: Iterable[_Worker], subset: frozenset[str] | None, now_s: float) -> list[_Worker]:
+def _eligible(workers: Iterable[_Worker], wish: Wish, now_s: float) -> list[_Worker]:
     """Who may be chosen: of the allowed endpoints those that are up and not full, or else up, or else any."""
-    allowed = [worker for worker in workers if subset is None or worker.spec.endpoint in subset]
+    allowed = [worker for worker in workers if wish.subset is None or worker.spec.endpoint in wish.subset]
+    if wish.adapter is not None:
+        allowed = [worker for worker in allowed if wish.adapter in worker.spec.adapters]
     up = [worker for worker in allowed if worker.up]
     return [worker for worker in up if worker.backing_off_until_s <= now_s] or up or allowed
+
+
+def _kv_demand(worker: _Worker, more_tokens: int) -> float | None:
+    """In caches' worth: what the requests in flight and so many tokens more will need, shared blocks left out."""
+    capacity = worker.capacity_tokens
+    return None if not capacity else (worker.kv_tokens + more_tokens) / capacity
+
+
+def _evicted_tokens(home: _Pool, worker: _Worker, priced: Forecast) -> int:
+    """Cached tokens that a prompt will push out of the worker's cache."""
+    blocks, size = worker.settings.num_gpu_blocks, worker.settings.block_size
+    if blocks is None:
+        return 0
+    free = (blocks - home.indexes[size].blocks(worker.spec.name)) * size
+    return max(0, priced.prompt_tokens - priced.cached_tokens - max(0, free))

@@ -32,15 +32,17 @@ class Grade:
         return self.actual_s - self.predicted_s
 
 
-def grade(forecast: Forecast, actual_ttft_s: float, bound_s: float | None) -> Grade:
+def grade(forecast: Forecast, actual_ttft_s: float, bound_s: float | None, ttft_bound_s: float | None = None) -> Grade:
     """`actual_ttft_s` includes the time waited before us, as the forecast does.
 
-    A bound is on the wait, and only the whole is seen: the actual wait is what is left of it after the request's own
-    prefill and overhead at their predicted price.
+    `bound_s` is on the wait, and only the whole is seen: the actual wait is what is left of it after the request's own
+    prefill and overhead at their predicted price. `ttft_bound_s` is on the whole.
     """
     kept = None
     if bound_s is not None:
         kept = actual_ttft_s - forecast.prefill_s - forecast.overhead_s <= bound_s
+    if ttft_bound_s is not None:
+        kept = kept is not False and actual_ttft_s <= ttft_bound_s
     return Grade(forecast.ttft_s, actual_ttft_s, kept, forecast.low_s <= actual_ttft_s <= forecast.high_s)
 
 

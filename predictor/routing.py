@@ -1,4 +1,12 @@
-"""Which worker gets a request: the lowest predicted time to first token among those that keep the bound.
+"""Which worker gets a request: the lowest total cost among those that are open to it.
+
+The cost of a placement is what it costs the caller, the predicted time to first token, and what it costs others. Each
+second of prefill keeps those waiting who come behind, and prompts that are cached push out others that will have to be
+prefilled again. How much others count is the pool's or the caller's preference, and how busy the pool is: with nobody
+else there, nobody pays.
+
+That also decides when a conversation leaves the worker that holds its history. Moving costs its prefill once for the
+caller and once more for others, so that a short wait is sat out, and a long one is not.
 
 A worker that has not learned yet gets a bounded share instead of a place in that race: its forecast would be a guess,
 and a conservative guess would starve it. As long as a learned worker is there to take the rest, it is given one prefill
@@ -9,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,8 +33,31 @@ class Why(enum.Enum):
     FASTEST = "fastest"
     CACHE = "cache"  # without the prefix it holds it would not have won, or would take more than twice as long
     SHORTER_QUEUE = "shorter_queue"  # it would have lost if nobody were waiting anywhere
+    SESSION = "session"  # the prefix is not known, but the session was there before
     LEARNING = "learning"  # idle, and has yet to learn
     ONLY = "only"  # there is no other
+
+
+class Prefer(enum.Enum):
+    """What counts beside the caller's own time."""
+
+    LATENCY = "latency"  # nothing
+    BALANCED = "balanced"  # others as much as the caller, in a pool that is busy
+    CACHE = "cache"  # work that need not be done: conversations stay where they are
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingPolicy:
+    """How a pool weighs. `others` is what a second of others' time is worth against one of the caller's, when every
+    worker is busy; `session_hint` is the part of its own prefill that a session's last worker is believed to save."""
+
+    prefer: Prefer = Prefer.BALANCED
+    others: dict[Prefer, float] = field(
+        default_factory=lambda: {Prefer.LATENCY: 0.0, Prefer.BALANCED: 1.0, Prefer.CACHE: 4.0}
+    )
+    session_hint: float = 0.5
+    learning_share: float = 0.1  # of recent grants, per worker that has not learned
+    fallbacks: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +69,8 @@ class Candidate:
     samples: int
     recent_share: float  # of the pool's recent grants
     uncached_prefill_s: float  # its own prefill if nothing were cached
+    eviction_s: float = 0.0  # prefill that others will have to repeat because of it
+    session: bool = False  # it served this session last, and nothing better is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +82,35 @@ class Choice:
 
 
 def choose(
-    candidates: Sequence[Candidate], learning_share: float, fallbacks: int, rng: np.random.Generator
+    candidates: Sequence[Candidate], policy: RoutingPolicy, prefer: Prefer | None, rng: np.random.Generator
 ) -> Choice | None:
-    """None when no candidate is open to the request.
-
-    `learning_share` bounds each unlearned worker's part of the traffic while a learned one is there for the rest.
-    """
+    """None when no candidate is open to the request. `prefer` is the request's own, where it has one."""
     anyone_learned = any(candidate.learned for candidate in candidates)
     open_to = [c for c in candidates if c.feasible and (c.learned or not c.prefilling or not anyone_learned)]
     if not open_to:
         return None
-    by_ttft = sorted(open_to, key=lambda candidate: candidate.forecast.ttft_s)
-    learned = [candidate for candidate in by_ttft if candidate.learned]
-    learner = _learner(open_to, learning_share if learned else 1.0, rng)
+    busy = sum(candidate.prefilling > 0 for candidate in candidates) / len(candidates)
+    others = policy.others[prefer or policy.prefer] * busy
+    hint = policy.session_hint
+
+    by_cost = sorted(((cost_s(candidate, others, hint), candidate) for candidate in open_to), key=lambda pair: pair[0])
+    learned = [pair for pair in by_cost if pair[1].learned]
+    learner = _learner(open_to, policy.learning_share if learned else 1.0, rng)
     if learner is not None:
         winner, why = learner, Why.LEARNING
     else:
-        race = learned or by_ttft
+        race = learned or by_cost
         winner = _draw(race, rng)
-        why = _reason(winner, race) if len(candidates) > 1 else Why.ONLY
-    others = [candidate for candidate in by_ttft if candidate is not winner]
-    return Choice((winner, *others[:fallbacks]), why)
+        why = _reason(winner, [candidate for _, candidate in race]) if len(candidates) > 1 else Why.ONLY
+    rest = [candidate for _, candidate in by_cost if candidate is not winner]
+    return Choice((winner, *rest[: policy.fallbacks]), why)
+
+
+def cost_s(candidate: Candidate, others: float, session_hint: float = 0.0) -> float:
+    """Seconds of the caller's time, with those of others at their weight."""
+    own_s = candidate.forecast.prefill_s
+    saved_s = session_hint * own_s if candidate.session else 0.0
+    return candidate.forecast.ttft_s - saved_s + others * (own_s - saved_s + candidate.eviction_s)
 
 
 def _learner(pool: Sequence[Candidate], share: float, rng: np.random.Generator) -> Candidate | None:
@@ -81,10 +122,10 @@ def _learner(pool: Sequence[Candidate], share: float, rng: np.random.Generator) 
     return equals[int(rng.integers(len(equals)))]
 
 
-def _draw(race: Sequence[Candidate], rng: np.random.Generator) -> Candidate:
-    best_s = race[0].forecast.ttft_s
-    limit_s = best_s + max(_TIE_S, _TIE_RATIO * best_s)
-    ties = [candidate for candidate in race if candidate.forecast.ttft_s <= limit_s]
+def _draw(race: Sequence[tuple[float, Candidate]], rng: np.random.Generator) -> Candidate:
+    best_s = race[0][0]
+    limit_s = best_s + max(_TIE_S, _TIE_RATIO * abs(best_s))
+    ties = [candidate for cost, candidate in race if cost <= limit_s]
     return ties[int(rng.integers(len(ties)))]
 
 
@@ -96,6 +137,8 @@ def _reason(winner: Candidate, race: Sequence[Candidate]) -> Why:
         return candidate.forecast.ttft_s - candidate.forecast.wait_s
 
     rivals = [candidate for candidate in race if candidate is not winner]
+    if winner.session and any(rival.forecast.ttft_s <= winner.forecast.ttft_s + _TIE_S for rival in rivals):
+        return Why.SESSION
     if winner.forecast.cached_tokens:
         lost = any(cold_s(rival) <= cold_s(winner) + _TIE_S for rival in rivals)
         if lost or cold_s(winner) > 2 * winner.forecast.ttft_s:

@@ -70,7 +70,8 @@ def test_only_replies_names_headers_and_status_codes_of_answers(path: Path) -> N
         value, place = constant.value, f"{path.name}:{constant.lineno}"
         if isinstance(value, str):
             assert value not in ours, place
-            assert not value.startswith("x-headway-"), place
+            # Requests have names of ours as well; those are in wishes.py.
+            assert not value.startswith("x-headway-") or path.name == "wishes.py", place
         elif isinstance(value, int) and not isinstance(value, bool):
             assert value not in {400, 413, 429, 500, 502, 503, 504}, place
 

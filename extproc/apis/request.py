@@ -48,6 +48,7 @@ class LlmRequest(msgspec.Struct, frozen=True, gc=False):
     reads_cache: bool
     max_queue_wait_s: object
     body_bytes: int
+    adapter: str | None = None  # the model is this LoRA adapter
 
 
 class Api(msgspec.Struct, frozen=True, gc=False):

@@ -111,8 +111,9 @@ async def test_the_openai_client_sleeps_as_told_and_then_succeeds(bench: Bench) 
         admitted_s = time.monotonic() - started_s
         pieces = [chunk.choices[0].delta.content async for chunk in stream if chunk.choices]
     assert len(pieces) == 4  # the role, then three words
-    # 2.5 s too much, plus up to a fifth. By itself the client would come back after half a second.
-    assert 1.5 <= admitted_s <= 5
+    # 2.5 s too much, what is not yet sure of a wait of 5 s, and up to a fifth. By itself the client would come back
+    # after half a second.
+    assert 1.5 <= admitted_s <= 7
     # Told truly, it need not ask often: once more where the first estimate was a little short.
     assert 1 <= await bench.metric("headway_decisions_total", outcome="refused") - refused <= 2
 

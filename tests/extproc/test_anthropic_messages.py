@@ -18,8 +18,8 @@ from extproc.exchange import Refuse
 from extproc.model_files import load_pool_text
 from extproc.prompt_reader import Estimated
 from extproc.wishes import BadWish
-from predictor.admission import RetryAfter
-from predictor.fleet import NoWorker, Reason, Refusal
+from predictor.admission import Limits, OnReject, Reason, Refusal, RetryAfter
+from predictor.fleet import NoWorker
 from predictor.forecast import Forecast
 from predictor.prefill_cost import Basis
 
@@ -230,9 +230,9 @@ async def ask() -> AsyncIterator[Ask]:
     await asyncio.gather(*(runner.cleanup() for runner in runners))
 
 
-def shed(told_s: float) -> Refuse:
-    refusal = Refusal(Reason.QUEUE_WAIT, 10.0, RetryAfter(told_s, told_s), WAIT, (WAIT,))
-    return replies.shed(refusal, anthropic_messages.API)
+def shed(told_s: float, on_reject: OnReject = OnReject.RETRY) -> Refuse:
+    refusal = Refusal(Reason.QUEUE_WAIT, Limits(10.0), RetryAfter(told_s, told_s), WAIT, (WAIT,))
+    return replies.shed(refusal, anthropic_messages.API, on_reject)
 
 
 async def test_the_anthropic_client_understands_a_refusal(ask: Ask) -> None:
@@ -254,8 +254,19 @@ async def test_the_anthropic_client_comes_back_when_it_was_told_to(ask: Ask) -> 
     assert 0.7 <= second_s - first_s < 1.4
 
 
+async def test_the_anthropic_client_raises_at_once_when_it_is_told_to_although_it_would_retry(ask: Ask) -> None:
+    server = Answering(shed(0.2, OnReject.FAIL))
+    with pytest.raises(anthropic.RateLimitError):
+        await ask(server, 2)
+    assert len(server.asked_at_s) == 1
+
+
 async def test_the_anthropic_client_sees_a_bad_bound_as_its_own_fault(ask: Ask) -> None:
-    server = Answering(replies.bad_wish(BadWish("max_queue_wait_s", "soon"), anthropic_messages.API))
+    server = Answering(
+        replies.bad_wish(
+            BadWish("max_queue_wait_s", "soon", "a number of seconds from 5 to 300"), anthropic_messages.API
+        )
+    )
     with pytest.raises(anthropic.BadRequestError) as raised:
         await ask(server, 2)
     assert raised.value.type == "invalid_request_error"

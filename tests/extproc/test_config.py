@@ -128,7 +128,8 @@ surprise: 1
         ),
         (
             "pools:\n- name: p\n  worker: []\n",
-            "f.yaml:3: pools[0].worker: unknown key; known here: learning, models, name, retry_after, scores, "
+            "f.yaml:3: pools[0].worker: unknown key; known here: admission, fairness, learning, models, name, "
+            "retry_after, routing, scores, "
             "tokenizer, workers",
         ),
     ],
@@ -359,3 +360,61 @@ def test_an_address_in_brackets_is_one() -> None:
 def test_a_zmq_address_needs_its_port() -> None:
     (fault,) = faults("pools: [{name: p, workers: [{name: w, endpoint: 10.0.0.1:80, kv_events: tcp://10.0.0.1}]}]")
     assert "expected a ZMQ address" in fault
+
+
+def test_the_decisions_keys_say_what_they_say() -> None:
+    text = """
+gateway: {trust_request_start: true}
+pools:
+- name: p
+  admission:
+    mode: shadow
+    max_queue_wait_s: 20
+    max_ttft_s: 2.5
+    overload_wait_s: null
+    overload_kv_demand: 2
+    risk: 0.05
+    on_reject: fail
+    guard: {false_alarms: null}
+  routing: {prefer: cache, others: {cache: 8}, session_hint: 0}
+  fairness: {enabled: true, wait_s: 1}
+  workers:
+  - {name: a, endpoint: "h:1", adapters: [sql, poems]}
+  - {name: b, endpoint: "h:2", adapters: [sql]}
+"""
+    (pool,) = parse_config(text, "f.yaml").pools
+    assert (pool.admission.mode, pool.admission.on_reject, pool.admission.risk) == ("shadow", "fail", 0.05)
+    assert (pool.admission.max_queue_wait_s, pool.admission.max_ttft_s) == (20, 2.5)
+    assert (pool.admission.overload_wait_s, pool.admission.overload_kv_demand) == (None, 2)
+    assert pool.admission.guard.false_alarms is None
+    assert (pool.routing.prefer, pool.routing.others.cache, pool.routing.others.balanced) == ("cache", 8, 1)
+    assert (pool.fairness.enabled, pool.fairness.wait_s) == (True, 1)
+    assert pool.adapter_names == {"sql", "poems"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        ("admission: {mode: on}", "admission.mode: expected `str`, got `bool`"),
+        ("admission: {mode: strict}", "admission.mode: invalid enum value 'strict'"),
+        ("admission: {max_queue_wait_s: 4}", "admission.max_queue_wait_s: expected `float` >= 5.0"),
+        ("admission: {risk: 1}", "admission.risk: expected `float` < 1.0"),
+        ("admission: {guard: {limit: 1}}", "admission.guard.limit: unknown key; known here: false_alarms, least, "),
+        ("admission: {overload_kv_demand: 0.5}", "admission.overload_kv_demand: expected `float` >= 1.0"),
+        ("routing: {prefer: speed}", "routing.prefer: invalid enum value 'speed'"),
+        ("routing: {others: {cash: 1}}", "routing.others.cash: unknown key; known here: balanced, cache, latency"),
+        ("fairness: {wait_s: -1}", "fairness.wait_s: expected `float` >= 0.0"),
+    ],
+)
+def test_a_fault_in_the_decisions_keys_is_named_with_its_place(keys: str, fault: str) -> None:
+    (told,) = faults(f"pools:\n- name: p\n  {keys}\n")
+    assert told.startswith(f"f.yaml:3: pools[0].{fault}")
+
+
+def test_an_adapter_belongs_to_one_pool() -> None:
+    text = "".join(
+        f"- name: {name}\n  workers: [{{name: {name}0, endpoint: 'h:1', adapters: [sql]}}]\n" for name in ("p", "q")
+    )
+    assert faults(f"pools:\n{text}") == [
+        "f.yaml:5: pools[1].workers[0].adapters: adapter 'sql' is already named in pools[0]"
+    ]

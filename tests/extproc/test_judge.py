@@ -8,8 +8,8 @@ from extproc.exchange import Headers
 from extproc.judge import Exchange
 from extproc.prompt_reader import Estimated
 from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
-from predictor.admission import RetryAfter
-from predictor.fleet import Reason, Refusal, Wish
+from predictor.admission import Limits, Reason, Refusal, RetryAfter
+from predictor.fleet import Wish
 from predictor.forecast import Forecast
 from predictor.prefill_cost import Basis
 from predictor.prompt import Prompt
@@ -37,7 +37,7 @@ class Bench:
 
         def place(pool: str, prompt: Prompt, wish: Wish, now_s: float) -> Refusal:
             assert wish.max_queue_wait_s is not None
-            return Refusal(Reason.QUEUE_WAIT, wish.max_queue_wait_s, RetryAfter(40.0, 40.0), best, (best,))
+            return Refusal(Reason.QUEUE_WAIT, Limits(wish.max_queue_wait_s), RetryAfter(40.0, 40.0), best, (best,))
 
         monkeypatch.setattr(self.filter.fleet, "place", place)
 

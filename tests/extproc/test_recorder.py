@@ -11,9 +11,10 @@ import pytest
 from enginesim.settings import CostSettings, SchedulerSettings
 from extproc.recorder import Out, Recorder, open_recording
 from extproc.recording_file import read_lines
+from predictor.admission import Refusal
 from predictor.backtest import Backtest
 from predictor.engines.vllm import Settings
-from predictor.fleet import Fleet, Grant, NoWorker, PoolPolicy, Refusal, Usage, Wish, WorkerSpec
+from predictor.fleet import Fleet, Grant, NoWorker, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.kv_events import decode_batch
 from predictor.prompt import BlockHasher, Namespace, Prompt
 from predictor.recording import (

@@ -16,8 +16,8 @@ from extproc import replies
 from extproc.apis import openai_chat
 from extproc.exchange import Phase, Refuse
 from extproc.wishes import BadWish
-from predictor.admission import RetryAfter
-from predictor.fleet import Fleet, Grant, NoWorker, PoolPolicy, Reason, Refusal, Wish, WorkerSpec
+from predictor.admission import Limits, OnReject, Reason, Refusal, RetryAfter
+from predictor.fleet import Fleet, Grant, NoWorker, PoolPolicy, Wish, WorkerSpec
 from predictor.forecast import Forecast
 from predictor.prefill_cost import Basis
 from predictor.prompt import BlockHasher, Prompt
@@ -25,8 +25,14 @@ from predictor.prompt import BlockHasher, Prompt
 WAIT = Forecast("a", 100, 64, 0.5, 41.25, 1.0, 0.25, 43.0, Basis.CURVE, 9000, exact_tokens=True)
 
 
-def refusal(retry: RetryAfter, reason: Reason = Reason.QUEUE_WAIT, bound_s: float = 10.0) -> Refuse:
-    return replies.shed(Refusal(reason, bound_s, retry, WAIT, (WAIT,)), openai_chat.API)
+def refusal(
+    retry: RetryAfter | None,
+    reason: Reason = Reason.QUEUE_WAIT,
+    bound_s: float = 10.0,
+    on_reject: OnReject = OnReject.RETRY,
+) -> Refuse:
+    limits = Limits(bound_s, max_ttft_s=20.0 if reason in (Reason.TTFT, Reason.OWN_PREFILL) else None)
+    return replies.shed(Refusal(reason, limits, retry, WAIT, (WAIT,)), openai_chat.API, on_reject)
 
 
 def error_of(reply: Refuse) -> dict[str, object]:
@@ -68,6 +74,7 @@ def test_a_refusal_says_when_to_come_back_and_why() -> None:
         "x-headway-retry-after-uncapped-s": "30.123",
         "x-headway-reason": "queue_wait",
         "x-llm-d-request-dropped-reason": "rejected-saturated",
+        "x-should-retry": "true",
     }
     assert error_of(reply) == {
         "message": "No worker can start this request within max_queue_wait_s = 10 s; the shortest predicted wait is "
@@ -83,6 +90,39 @@ def test_a_bound_that_was_used_up_says_so() -> None:
     reply = refusal(RetryAfter(0.0, 0.0), Reason.BOUND_USED_UP)
     assert dict(reply.headers)["x-headway-reason"] == "bound_used_up"
     assert "had passed before" in str(error_of(reply)["message"])
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "told"),
+    [
+        (Reason.TTFT, "ttft_exceeded", "within the bound on its time to first token of 20 s; the shortest predicted"),
+        (Reason.OVERLOAD_WAIT, "overloaded", "the shortest predicted wait is 41.8 s. Retry in 4 s."),
+        (Reason.OVERLOAD_KV, "overloaded", "several times its KV cache"),
+        (Reason.FAIR_SHARE, "fair_share_exceeded", "more than its share"),
+    ],
+)
+def test_every_reason_has_words_and_a_code_of_its_own(reason: Reason, code: str, told: str) -> None:
+    reply = refusal(RetryAfter(3.2, 3.2), reason)
+    assert error_of(reply)["code"] == code
+    assert told in str(error_of(reply)["message"])
+    assert dict(reply.headers)["x-headway-reason"] == reason.value
+    assert reply.details == f"headway_{reason.value}"
+
+
+def test_a_caller_that_wants_to_fall_back_at_once_is_told_not_to_retry_but_still_when_it_could() -> None:
+    headers = dict(refusal(RetryAfter(31.2, 31.2), on_reject=OnReject.FAIL).headers)
+    assert (headers["x-should-retry"], headers["retry-after"]) == ("false", "32")
+
+
+def test_where_coming_back_is_no_use_nobody_is_told_when_to() -> None:
+    reply = refusal(None, Reason.OWN_PREFILL)
+    headers = dict(reply.headers)
+    assert headers["x-should-retry"] == "false"
+    assert not {"retry-after", "retry-after-ms", "x-headway-retry-after-uncapped-s"} & set(headers)
+    assert "takes 1.2 s to prefill, longer than the bound on its time to first token of 20 s" in str(
+        error_of(reply)["message"]
+    )
+    assert "Retry in" not in str(error_of(reply)["message"])
 
 
 @given(st.floats(0, 300))
@@ -103,7 +143,7 @@ def test_no_worker_is_no_rate_limit() -> None:
 
 
 def test_a_bad_wish_names_the_field() -> None:
-    reply = replies.bad_wish(BadWish("max_queue_wait_s", "soon"), openai_chat.API)
+    reply = replies.bad_wish(BadWish("max_queue_wait_s", "soon", "a number of seconds from 5 to 300"), openai_chat.API)
     assert reply.status == 400
     assert error_of(reply) == {
         "message": "max_queue_wait_s must be a number of seconds from 5 to 300; got 'soon'.",
@@ -162,7 +202,9 @@ async def test_the_openai_client_sees_a_rate_limit(gateway: Gateway) -> None:
 
 
 async def test_the_openai_client_sees_a_bad_request(gateway: Gateway) -> None:
-    gateway.refusals.append(replies.bad_wish(BadWish("max_queue_wait_s", 4.99), openai_chat.API))
+    gateway.refusals.append(
+        replies.bad_wish(BadWish("max_queue_wait_s", 4.99, "a number of seconds from 5 to 300"), openai_chat.API)
+    )
     with pytest.raises(openai.BadRequestError) as caught:
         await gateway.ask(max_retries=2)
     assert (caught.value.code, caught.value.param) == ("invalid_value", "max_queue_wait_s")
@@ -175,6 +217,21 @@ async def test_the_openai_client_sees_a_missing_worker(gateway: Gateway) -> None
         await gateway.ask(max_retries=0)
     assert caught.value.status_code == 503
     assert caught.value.code == "no_worker"
+
+
+async def test_the_openai_client_raises_at_once_when_it_is_told_to_although_it_would_retry(gateway: Gateway) -> None:
+    gateway.refusals += [refusal(RetryAfter(0.2, 0.2), on_reject=OnReject.FAIL)] * 3
+    with pytest.raises(openai.RateLimitError):
+        await gateway.ask(max_retries=2)
+    assert len(gateway.asked_at_s) == 1
+
+
+async def test_the_openai_client_gives_up_with_the_last_refusal(gateway: Gateway) -> None:
+    gateway.refusals += [refusal(RetryAfter(0.2, 0.2))] * 3
+    with pytest.raises(openai.RateLimitError) as caught:
+        await gateway.ask(max_retries=2)
+    assert len(gateway.asked_at_s) == 3
+    assert caught.value.code == "queue_wait_exceeded"
 
 
 async def test_the_openai_client_waits_as_it_is_told(gateway: Gateway) -> None:

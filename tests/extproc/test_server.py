@@ -133,7 +133,7 @@ BREAKS: dict[str, Callable[[Filter, pytest.MonkeyPatch], None]] = {
     "parse": lambda filter_, patch: patch.setattr(wire, "parse_request", broken),
     "read": lambda filter_, patch: patch.setattr(wire, "read", broken),
     "decide": lambda filter_, patch: patch.setattr(filter_.judge, "decide", broken),
-    "wish": lambda filter_, patch: patch.setattr(judge_module, "queue_wait_bound", broken),
+    "wish": lambda filter_, patch: patch.setattr(judge_module, "read_wishes", broken),
     "block sizes": lambda filter_, patch: patch.setattr(filter_.fleet, "block_sizes", broken),
     "tokenize": lambda filter_, patch: patch.setattr(filter_.reader, "_make", broken),
     "place": lambda filter_, patch: patch.setattr(filter_.fleet, "place", broken),

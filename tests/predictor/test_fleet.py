@@ -13,6 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from predictor.admission import Reason, Refusal
 from predictor.cost_fit import REQUEST, STEPS, TOKENS
 from predictor.engines.vllm import Settings
 from predictor.fleet import (
@@ -21,8 +22,6 @@ from predictor.fleet import (
     Grant,
     NoWorker,
     PoolPolicy,
-    Reason,
-    Refusal,
     Ticket,
     Usage,
     Wish,
@@ -195,9 +194,11 @@ def test_a_learned_worker_refuses_what_would_wait_longer_than_the_bound_and_says
     bench.grant(200_000, now_s)  # 20 s of work, and 25 steps of 10 ms
     refusal = bench.place(1000, now_s, bound_s=5.0)
     assert isinstance(refusal, Refusal)
-    assert (refusal.reason, refusal.bound_s) == (Reason.QUEUE_WAIT, 5.0)
+    assert (refusal.reason, refusal.limits.max_queue_wait_s) == (Reason.QUEUE_WAIT, 5.0)
     assert refusal.best.wait_s == pytest.approx(20.25 - STEP_S, rel=0.01)
-    assert refusal.retry.uncapped_s == pytest.approx(refusal.best.wait_s - 5.0)
+    assert refusal.retry is not None
+    # Until intervals are learned, a wait of 5 s that is sure enough is one of about 3.
+    assert refusal.best.wait_s - 5.0 < refusal.retry.uncapped_s < refusal.best.wait_s - 2.5
     assert refusal.retry.uncapped_s <= refusal.retry.told_s <= 1.2 * refusal.retry.uncapped_s
     assert bench.fleet.in_flight == 1
     # Who comes back then is let in, if nobody else came.
@@ -207,6 +208,7 @@ def test_a_learned_worker_refuses_what_would_wait_longer_than_the_bound_and_says
 def test_time_that_used_up_the_bound_before_is_a_reason_of_its_own_even_with_an_idle_worker() -> None:
     refusal = Bench(1).place(10, 0.0, bound_s=5.0, waited_s=5.5)
     assert isinstance(refusal, Refusal)
+    assert refusal.retry is not None
     assert (refusal.reason, refusal.retry.whole_s) == (Reason.BOUND_USED_UP, 1)
 
 

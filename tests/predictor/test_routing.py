@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from predictor.forecast import Forecast
 from predictor.prefill_cost import Basis
-from predictor.routing import Candidate, Why, choose
+from predictor.routing import Candidate, Choice, Prefer, RoutingPolicy, Why, choose, cost_s
 
 
 def candidate(
@@ -24,16 +24,33 @@ def candidate(
     prefilling: int = 0,
     samples: int = 0,
     share: float = 0.0,
+    eviction_s: float = 0.0,
+    session: bool = False,
 ) -> Candidate:
     basis = Basis.CURVE if learned else Basis.DEFAULT
     priced = Forecast(name, 1000, cached, 0.0, wait_s, prefill_s, 0.0, wait_s + prefill_s, basis, 0, True)
     return Candidate(
-        priced, feasible, prefilling, learned, samples, share, prefill_s if uncached_s is None else uncached_s
+        priced,
+        feasible,
+        prefilling,
+        learned,
+        samples,
+        share,
+        prefill_s if uncached_s is None else uncached_s,
+        eviction_s,
+        session,
     )
 
 
-def winner(*candidates: Candidate, seed: int = 1) -> tuple[str, Why]:
-    choice = choose(candidates, 0.1, 2, np.random.default_rng(seed))
+def chosen_from(
+    candidates: list[Candidate], share: float = 0.1, fallbacks: int = 2, rng: np.random.Generator | None = None
+) -> Choice | None:
+    policy = RoutingPolicy(learning_share=share, fallbacks=fallbacks)
+    return choose(candidates, policy, None, rng or np.random.default_rng(1))
+
+
+def winner(*candidates: Candidate, prefer: Prefer | None = None, seed: int = 1) -> tuple[str, Why]:
+    choice = choose(candidates, RoutingPolicy(), prefer, np.random.default_rng(seed))
     assert choice is not None
     return choice.ranked[0].forecast.worker, choice.why
 
@@ -44,8 +61,8 @@ def test_the_lowest_predicted_ttft_wins() -> None:
 
 def test_those_that_cannot_keep_the_bound_are_out_however_fast() -> None:
     assert winner(candidate("a", 0.0, feasible=False), candidate("b", 9.0), candidate("c", 10.0))[0] == "b"
-    assert choose([candidate("a", feasible=False)], 0.1, 2, np.random.default_rng(1)) is None
-    assert choose([], 0.1, 2, np.random.default_rng(1)) is None
+    assert chosen_from([candidate("a", feasible=False)], 0.1, 2) is None
+    assert chosen_from([], 0.1, 2) is None
 
 
 def test_ties_are_drawn_and_everybody_in_the_tie_is_chosen_about_as_often() -> None:
@@ -53,7 +70,7 @@ def test_ties_are_drawn_and_everybody_in_the_tie_is_chosen_about_as_often() -> N
     tied = [candidate("a", 1.0), candidate("b", 1.015), candidate("c", 1.5)]
     chosen = Counter[str]()
     for _ in range(1000):
-        choice = choose(tied, 0.1, 2, rng)
+        choice = chosen_from(tied, rng=rng)
         assert choice is not None
         chosen[choice.ranked[0].forecast.worker] += 1
     assert set(chosen) == {"a", "b"}
@@ -63,13 +80,13 @@ def test_ties_are_drawn_and_everybody_in_the_tie_is_chosen_about_as_often() -> N
 def test_fallbacks_are_the_next_best_and_as_many_as_wanted() -> None:
     four = [candidate(name, wait_s) for name, wait_s in (("a", 4.0), ("b", 1.0), ("c", 3.0), ("d", 2.0))]
     for wanted, names in ((0, "b"), (1, "bd"), (2, "bdc"), (9, "bdca")):
-        choice = choose(four, 0.1, wanted, np.random.default_rng(1))
+        choice = chosen_from(four, 0.1, wanted)
         assert choice is not None
         assert "".join(c.forecast.worker for c in choice.ranked) == names
 
 
 def test_nobody_infeasible_is_a_fallback() -> None:
-    choice = choose([candidate("a"), candidate("b", feasible=False)], 0.1, 2, np.random.default_rng(1))
+    choice = chosen_from([candidate("a"), candidate("b", feasible=False)], 0.1, 2)
     assert choice is not None
     assert [c.forecast.worker for c in choice.ranked] == ["a"]
 
@@ -86,6 +103,46 @@ def test_why_says_what_made_the_difference() -> None:
     assert winner(candidate("a", 0.0, 0.9, 90, 1.0), candidate("b", 5.0, 1.0)) == ("a", Why.FASTEST)
     assert winner(candidate("a", 0.0, 0.1, 900, 1.0), candidate("b", 5.0, 1.0)) == ("a", Why.CACHE)
     assert winner(candidate("a"), candidate("new", 99.0, learned=False)) == ("new", Why.LEARNING)
+
+
+# What others pay
+
+
+def test_in_an_idle_pool_nobody_else_pays() -> None:
+    holder, other = candidate("holder", 2.0, 0.1, 900, 3.0), candidate("other", 0.0, 2.0)
+    assert winner(holder, other, prefer=Prefer.CACHE)[0] == "other"
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "stays"),
+    [
+        # Moving costs 1.9 s of prefill: once for the caller, and once, four times or not at all for others.
+        (1.8, {Prefer.LATENCY, Prefer.BALANCED, Prefer.CACHE}),
+        (2.0, {Prefer.BALANCED, Prefer.CACHE}),
+        (4.0, {Prefer.CACHE}),
+        (9.0, {Prefer.CACHE}),
+        (10.0, set()),
+    ],
+)
+def test_a_conversation_leaves_its_history_when_waiting_costs_more_than_starting_over(
+    wait_s: float, stays: set[Prefer]
+) -> None:
+    holder = candidate("holder", wait_s, 0.1, 900, 2.0, prefilling=3)
+    other = candidate("other", 0.0, 2.0, prefilling=1)
+    for prefer in Prefer:
+        assert winner(holder, other, prefer=prefer)[0] == ("holder" if prefer in stays else "other")
+
+
+def test_a_cache_that_has_room_is_taken_before_one_that_would_have_to_evict_what_comes_back() -> None:
+    full, roomy = candidate("full", eviction_s=0.5, prefilling=1), candidate("roomy", 0.2, prefilling=1)
+    assert winner(full, roomy)[0] == "roomy"
+    assert winner(full, roomy, prefer=Prefer.LATENCY)[0] == "full"
+
+
+def test_a_session_is_a_hint_and_no_more() -> None:
+    known = candidate("known", 0.4, 1.0, session=True)
+    assert winner(known, candidate("other", 0.0, 1.0)) == ("known", Why.SESSION)
+    assert winner(candidate("known", 0.6, 1.0, session=True), candidate("other", 0.0, 1.0))[0] == "other"
 
 
 # Workers that have not learned
@@ -105,7 +162,7 @@ def test_a_learner_is_never_flooded_while_a_learned_one_can_take_the_rest(why: s
 
 def test_a_learner_with_a_prefill_is_no_fallback_either() -> None:
     learner = candidate("new", learned=False, prefilling=1)
-    choice = choose([candidate("a"), learner], 0.1, 2, np.random.default_rng(1))
+    choice = chosen_from([candidate("a"), learner], 0.1, 2)
     assert choice is not None
     assert len(choice.ranked) == 1
 
@@ -142,7 +199,7 @@ def played(
             candidates.append(
                 candidate(name, float(load), learned=knows, prefilling=load, samples=len(got[name]), share=part)
             )
-        choice = choose(candidates, share, 0, rng)
+        choice = chosen_from(candidates, share, 0, rng)
         assert choice is not None
         name = choice.ranked[0].forecast.worker
         recent.append(name)
@@ -181,15 +238,19 @@ def test_a_fleet_that_knows_nothing_is_learned_evenly() -> None:
             prefilling=st.integers(0, 3),
             samples=st.integers(0, 9),
             share=st.floats(0, 1),
+            eviction_s=st.floats(0, 10),
+            session=st.booleans(),
         ),
         max_size=8,
     ),
+    prefer=st.none() | st.sampled_from(Prefer),
     seed=st.integers(0, 9),
 )
 def test_whatever_the_candidates_the_choice_is_one_of_the_open_ones_and_fallbacks_follow_in_order(
-    candidates: list[Candidate], seed: int
+    candidates: list[Candidate], prefer: Prefer | None, seed: int
 ) -> None:
-    choice = choose(candidates, 0.1, 2, np.random.default_rng(seed))
+    policy = RoutingPolicy()
+    choice = choose(candidates, policy, prefer, np.random.default_rng(seed))
     if choice is None:
         # Only where nobody is feasible, or a learner is spared because a learned one is there.
         assert not any(c.feasible and (c.learned or not c.prefilling) for c in candidates)
@@ -198,8 +259,13 @@ def test_whatever_the_candidates_the_choice_is_one_of_the_open_ones_and_fallback
     assert all(c.feasible for c in ranked)
     assert 1 <= len(ranked) <= 3
     assert len({c.forecast.worker for c in ranked}) == len(ranked)
-    times = [c.forecast.ttft_s for c in ranked[1:]]
-    assert times == sorted(times)
+    others = policy.others[prefer or policy.prefer] * sum(c.prefilling > 0 for c in candidates) / len(candidates)
+
+    def cost(candidate: Candidate) -> float:
+        return cost_s(candidate, others, policy.session_hint)
+
+    costs = [cost(c) for c in ranked[1:]]
+    assert costs == sorted(costs)
     if choice.why is not Why.LEARNING:
-        best = min(c.forecast.ttft_s for c in candidates if c.feasible and c.learned == ranked[0].learned)
-        assert ranked[0].learned is False or ranked[0].forecast.ttft_s <= best + max(0.001, 0.01 * best) + 1e-9
+        best = min(cost(c) for c in candidates if c.feasible and c.learned == ranked[0].learned)
+        assert ranked[0].learned is False or cost(ranked[0]) <= best + max(0.001, 0.01 * best) + 1e-9

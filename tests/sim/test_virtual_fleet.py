@@ -21,8 +21,9 @@ from enginesim.scheduler import Batch as EngineBatch
 from enginesim.scheduler import Scheduler
 from enginesim.settings import CostSettings, SchedulerSettings
 from enginesim.step_time import StepTime
+from predictor.admission import Refusal
 from predictor.engines.vllm import Settings
-from predictor.fleet import Fleet, Grant, PoolPolicy, Refusal, Usage, Wish, WorkerSpec
+from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.kv_events import decode_batch
 from predictor.prefill_cost import Basis
 from predictor.prompt import BlockHasher, Namespace, Prompt, as_tokens
@@ -403,7 +404,7 @@ def test_a_cache_that_evicts_is_followed_block_by_block() -> None:
 
 def test_at_twice_what_the_engines_can_do_those_let_in_keep_the_bound_and_the_others_hear_when_to_come_back() -> None:
     world, everybody, _ = loaded(2.0, [A100, SLOWER], 500, bound_s=5.0, aborts=0.0)
-    assert len(world.refused) > 30
+    assert len(world.refused) > 20
     assert everybody.within_1s >= 0.95
     let_in = [o for o in world.outcomes.values() if o.learned and o.actual_s is not None]
     waits_s = [(o.actual_s or 0.0) - (o.predicted_s - o.predicted_wait_s) for o in let_in]
@@ -412,7 +413,8 @@ def test_at_twice_what_the_engines_can_do_those_let_in_keep_the_bound_and_the_ot
     assert sum(wait_s <= 5.5 for wait_s in waits_s) / len(waits_s) > 0.95
     for refusal in world.refused:
         learned = [priced for priced in refusal.forecasts if priced.basis is Basis.CURVE]
-        assert min(priced.wait_s for priced in learned) > 5.0
+        assert min(priced.queue_wait_quantile_s(0.7) for priced in learned) > 5.0
+        assert refusal.retry is not None
         assert 1 <= refusal.retry.whole_s <= 60
     # Costs stay sane although nobody has an engine to himself any more. What a decode costs was never seen, and one
     # sample that was off once made it ten times too dear for as long as the load lasted.
