@@ -14,7 +14,9 @@ from predictor.cache_index import CacheIndex
 from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, Grant, PoolPolicy, Wish, WorkerSpec
 from predictor.kv_events import decode_batch
+from predictor.prefill_cost import LearningPolicy, PrefillCost
 from predictor.prompt import BlockHasher, Namespace, Prompt
+from predictor.step_sample import StepSample
 
 _BLOCK = 16
 
@@ -23,6 +25,7 @@ def rows() -> Iterator[Row]:
     yield from _hash_and_match()
     yield from _kv_events()
     yield from _place()
+    yield from _learn()
 
 
 def _hash_and_match() -> Iterator[Row]:
@@ -89,6 +92,27 @@ def _place() -> Iterator[Row]:
 
         budget = "<= 3 ms" if workers == 256 else ""
         yield Row(f"decision, {workers} workers x {queued} queued", f"{median_ms(place, 20):.2f} ms", budget)
+
+
+def _learn() -> Iterator[Row]:
+    """Taking in what a busy worker shows: steps of all compositions, with noise."""
+    rng = np.random.default_rng(4)
+    cost = PrefillCost(LearningPolicy())
+    samples = []
+    for _ in range(6000):
+        tokens, start, decoding = int(rng.integers(0, 8192)), int(rng.exponential(20_000)), int(rng.integers(1, 200))
+        squares = (start + tokens) ** 2 - start**2
+        step_s = 0.005 + 30e-6 * tokens + 37e-12 * squares + 50e-6 * decoding
+        samples.append(StepSample(step_s * float(np.exp(rng.normal(0.0, 0.1))), tokens, squares, decoding))
+    for sample in samples[:3000]:
+        cost.add_steps(sample)
+    times = []
+    for sample in samples[3000:]:
+        started_s = time.perf_counter()
+        cost.add_steps(sample)
+        times.append(time.perf_counter() - started_s)
+    yield Row("a step learned from, fits included", f"{1e6 * sum(times) / len(times):.0f} us")
+    yield Row(f"... the longest (a fit of {cost.samples} samples)", f"{1e3 * max(times):.1f} ms", "< 20 ms")
 
 
 def _busy_fleet(workers: int, queued: int) -> tuple[Fleet, float]:
