@@ -15,10 +15,11 @@ from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, Grant, PoolPolicy, Wish, WorkerSpec
 from predictor.kv_events import decode_batch
 from predictor.prefill_cost import LearningPolicy, PrefillCost
-from predictor.prompt import BlockHasher, Namespace, Prompt
+from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt
 from predictor.step_sample import StepSample
 
 _BLOCK = 16
+_FAMILY = HashFamily(_BLOCK)
 
 
 def rows() -> Iterator[Row]:
@@ -32,23 +33,23 @@ def _hash_and_match() -> Iterator[Row]:
     rng = np.random.default_rng(1)
     hasher = BlockHasher(rng)
     tokens = rng.integers(0, 150_000, 50_000 * _BLOCK).astype(np.uint32)
-    hash_ms = median_ms(lambda: hasher.prompt_hashes(tokens, _BLOCK, Namespace()), 15)
+    hash_ms = median_ms(lambda: hasher.prompt_hashes(tokens, _FAMILY, Namespace()), 15)
     yield Row("hash 50,000 blocks (800K tokens)", f"{hash_ms:.1f} ms")
-    index = CacheIndex(hasher, _BLOCK)
+    index = CacheIndex(hasher, _FAMILY)
     payload = _stored(tokens, first_hash=1)
     for number in range(64):
         index.add(f"w{number}", None)
         if number % 4 == 0:
             for event in decode_batch(payload).events:
                 index.apply(f"w{number}", event)
-    hashes = hasher.prompt_hashes(tokens, _BLOCK, Namespace())
+    hashes = hasher.prompt_hashes(tokens, _FAMILY, Namespace())
     yield Row("match 50,000 blocks against 64 workers", f"{median_ms(lambda: index.runs(hashes), 15):.1f} ms")
 
 
 def _kv_events() -> Iterator[Row]:
     rng = np.random.default_rng(2)
     hasher = BlockHasher(rng)
-    index = CacheIndex(hasher, _BLOCK)
+    index = CacheIndex(hasher, _FAMILY)
     index.add("w", None)
     prompts, blocks = 200, 500
     payloads = []
@@ -67,7 +68,7 @@ def _kv_events() -> Iterator[Row]:
     yield Row("... the longest batch held the loop for", f"{slowest_s * 1e3:.1f} ms", "< 20 ms")
     del payloads
     tracemalloc.start()
-    fresh = CacheIndex(hasher, _BLOCK)
+    fresh = CacheIndex(hasher, _FAMILY)
     fresh.add("w", None)
     for number in range(100):
         tokens = rng.integers(0, 150_000, blocks * _BLOCK).astype(np.uint32)
@@ -81,7 +82,7 @@ def _kv_events() -> Iterator[Row]:
 def _place() -> Iterator[Row]:
     for workers, queued in ((3, 2), (16, 16), (64, 16), (256, 64)):
         fleet, now_s = _busy_fleet(workers, queued)
-        prompt = Prompt(2_000, exact=True, hashes={_BLOCK: list(range(125))})
+        prompt = Prompt(2_000, exact=True, hashes={_FAMILY: np.arange(125, dtype=np.uint64)})
         number = 0
 
         def place(fleet: Fleet = fleet, prompt: Prompt = prompt, now_s: float = now_s) -> None:

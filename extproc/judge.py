@@ -97,7 +97,7 @@ class Judge:
             return Reject(replies.bad_wish(fault, case.api))
         if request.model in pool.adapters:
             request = replace(request, adapter=request.model)
-        read = await self._reader.read(pool.text, request, self._fleet.block_sizes(pool.name))
+        read = await self._reader.read(pool.text, request, self._fleet.hash_families(pool.name))
         if read.estimated is not None:
             self._metrics.estimated.labels(read.estimated.value).inc()
         wish = Wish(

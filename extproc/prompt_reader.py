@@ -19,7 +19,7 @@ import msgspec
 from extproc.apis.request import ChatPrompt, CompletionPrompt, LlmRequest, OpaquePrompt
 from extproc.completion_prompt import Parts, read_completion_prompt
 from predictor.chat import ChatTemplate, NotReproducible
-from predictor.prompt import BlockHasher, Namespace, Prompt, Tokens
+from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt, Tokens
 from predictor.tokenizer import Tokenizer
 
 _BYTES_PER_TOKEN = 4.0
@@ -126,15 +126,15 @@ class PromptReader:
     def pending(self) -> int:
         return self._pending
 
-    async def read(self, text: PoolText, request: LlmRequest, block_sizes: Iterable[int]) -> ReadPrompt:
-        sizes = tuple(block_sizes)
+    async def read(self, text: PoolText, request: LlmRequest, families: Iterable[HashFamily]) -> ReadPrompt:
+        wanted = tuple(families)
         if request.body_bytes <= self._inline_bytes:
-            return self._result(self._make(text, request, sizes), text, request)
+            return self._result(self._make(text, request, wanted), text, request)
         if self._pending >= self._max_pending:
             return ReadPrompt(text.estimate(request), Estimated.BUSY)
         loop = asyncio.get_running_loop()
         latest_s = loop.time() + self._deadline_s
-        future = loop.run_in_executor(self._executor, self._make_in_time, text, request, sizes, loop.time, latest_s)
+        future = loop.run_in_executor(self._executor, self._make_in_time, text, request, wanted, loop.time, latest_s)
         self._pending += 1
         future.add_done_callback(self._release)
         # Not wait_for: a thread cannot be stopped, and cancelling the future would free its place too early.
@@ -160,14 +160,14 @@ class PromptReader:
         self,
         text: PoolText,
         request: LlmRequest,
-        block_sizes: tuple[int, ...],
+        families: tuple[HashFamily, ...],
         clock: Callable[[], float],
         latest_s: float,
     ) -> Prompt | Estimated:
         """Nothing is done for a caller that has given up before its turn came: overload must not feed itself."""
-        return Estimated.LATE if clock() >= latest_s else self._make(text, request, block_sizes)
+        return Estimated.LATE if clock() >= latest_s else self._make(text, request, families)
 
-    def _make(self, text: PoolText, request: LlmRequest, block_sizes: tuple[int, ...]) -> Prompt | Estimated:
+    def _make(self, text: PoolText, request: LlmRequest, families: tuple[HashFamily, ...]) -> Prompt | Estimated:
         tokens = text.tokens(request)
         if isinstance(tokens, Estimated):
             return tokens
@@ -176,7 +176,7 @@ class PromptReader:
         namespace = Namespace(request.adapter, request.cache_salt)
         hashes = {}
         if request.reads_cache:
-            hashes = {size: self._hasher.prompt_hashes(tokens, size, namespace) for size in block_sizes}
+            hashes = {family: self._hasher.prompt_hashes(tokens, family, namespace) for family in families}
         return Prompt(len(tokens), exact=True, hashes=hashes, tokens=tokens if self._keep_tokens else None)
 
     def _release(self, future: asyncio.Future[Prompt | Estimated]) -> None:

@@ -21,7 +21,7 @@ from predictor.admission import Refusal
 from predictor.engines.vllm import Settings
 from predictor.fleet import Decision, Grant, Usage, Wish
 from predictor.hashed_events import HashedEvents
-from predictor.prompt import BlockHasher, Prompt
+from predictor.prompt import BlockHasher, HashFamily, Prompt
 from predictor.recording import (
     VERSION,
     EndRecord,
@@ -207,8 +207,9 @@ class Recorder:
                     size = self._block_sizes.get(ticket.worker)
                 case Refusal(best=best):
                     size = self._block_sizes.get(best.worker)
-            if size is not None and size in prompt.hashes:
-                hashes = encode_hashes(prompt.hashes[size])
+            known = None if size is None else prompt.hashes.get(HashFamily(size))
+            if known is not None:
+                hashes = encode_hashes(known.tolist())
         block_size = None if hashes is None else size
         # Hashes hold the salt already.
         salt = None if tokens is None else cache_salt

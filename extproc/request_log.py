@@ -74,6 +74,7 @@ def _outcome(made: Decision) -> dict[str, object]:
                 "already_waited_s": round(priced.already_waited_s, 4),
                 "wait_s": round(priced.wait_s, 4),
                 "prefill_s": round(priced.prefill_s, 4),
+                "load_s": round(priced.load_s, 4),
                 "overhead_s": round(priced.overhead_s, 4),
                 "cached_tokens": priced.cached_tokens,
                 "basis": priced.basis.value,
@@ -99,6 +100,7 @@ def _parts(forecasts: tuple[Forecast, ...]) -> dict[str, dict[str, float]]:
             "ttft_s": round(priced.ttft_s, 4),
             "wait_s": round(priced.wait_s, 4),
             "prefill_s": round(priced.prefill_s, 4),
+            "load_s": round(priced.load_s, 4),
             "cached_tokens": priced.cached_tokens,
         }
         for priced in best

@@ -129,7 +129,7 @@ class Refusal:
             case Reason.QUEUE_WAIT:
                 return limits.max_queue_wait_s
             case Reason.TTFT if limits.max_ttft_s is not None:
-                return limits.max_ttft_s - self.best.prefill_s - self.best.overhead_s
+                return limits.max_ttft_s - self.best.prefill_s - self.best.load_s - self.best.overhead_s
             case Reason.OVERLOAD_WAIT:
                 return limits.overload_wait_s
         return None
@@ -196,7 +196,7 @@ def drained_in_s(prospect: Prospect, reason: Reason, limits: Limits) -> float | 
         case Reason.OWN_PREFILL:
             return None
         case Reason.TTFT:
-            own_s = prospect.forecast.prefill_s + prospect.forecast.overhead_s
+            own_s = prospect.forecast.prefill_s + prospect.forecast.load_s + prospect.forecast.overhead_s
             allowed_s = sure * max(0.0, _or_inf(limits.max_ttft_s) - own_s)
         case Reason.QUEUE_WAIT | Reason.BOUND_USED_UP:
             # A bound on the time to first token that is used up leaves as much wait as a fresh request may find.

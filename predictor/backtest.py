@@ -18,7 +18,7 @@ from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, PoolPolicy, Ticket, Usage, Wish, WorkerSpec
 from predictor.kv_events import Arrival, FeedCursor
 from predictor.prefill_cost import LearningPolicy
-from predictor.prompt import BlockHasher, Namespace, Prompt
+from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt
 from predictor.recording import (
     BadRecording,
     EndRecord,
@@ -256,19 +256,20 @@ class Backtest:
         )
 
     def _prompt(self, record: RequestRecord) -> Prompt:
-        sizes = self._fleet.block_sizes(record.pool)
+        families = self._fleet.hash_families(record.pool)
         if record.tokens is not None:
             tokens = decode_tokens(record.tokens)
             namespace = Namespace(lora_name=record.lora_name, cache_salt=record.cache_salt)
             if not len(tokens):
                 return Prompt.estimated(1)
-            hashes = {size: self._hasher.prompt_hashes(tokens, size, namespace) for size in sizes}
+            hashes = {family: self._hasher.prompt_hashes(tokens, family, namespace) for family in families}
             return Prompt(len(tokens), True, hashes)
         if record.hashes is not None and record.block_size is not None and record.prompt_tokens:
             stand_in = stand_in_tokens(decode_hashes(record.hashes), record.block_size)
-            if record.block_size not in sizes:
+            family = HashFamily(record.block_size)
+            if family not in families:
                 self._leave_out("hashes of another block size")
-            hashes = {record.block_size: self._hasher.prompt_hashes(stand_in, record.block_size, Namespace())}
+            hashes = {family: self._hasher.prompt_hashes(stand_in, family, Namespace())}
             return Prompt(record.prompt_tokens, True, hashes)
         return Prompt.estimated(record.prompt_tokens or 1)
 

@@ -1,193 +1,751 @@
-"""Which worker holds which prefix: the longest reusable run of blocks, per worker.
+"""Which worker holds which prefix: the longest reusable run of blocks, per worker and tier.
 
-One index serves the workers of one pool that share a block size. Engines name blocks by hashes of their own; a view
-per worker maps those to ours (see `prompt`), and one table maps each of our hashes to the set of workers that hold it,
-as a bit mask. Memory is bounded: a view never holds more blocks than its engine has.
+One index serves the workers of one pool that hash alike (see `prompt.HashFamily`). Engines name blocks by hashes of
+their own; each tier of a worker has a table that maps those to ours, and one table maps each of our hashes to the set
+of its holders. A holder is a tier of a worker, or a store that several workers read. Memory is bounded: a holder never
+counts more blocks than its cap.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from predictor.kv_events import Cleared, KvEvent, Removed, Stored, Tier
-from predictor.prompt import BlockHasher
+from predictor.hash_table import HolderTable, Keys, NameTable, Slots
+from predictor.kv_events import Cleared, KvEvent, Named, Removed, Stored, Tier
+from predictor.prompt import BlockHasher, BlockHashes, HashFamily
+
+_MASK = (1 << 64) - 1
+_NEVER = (1 << 32) - 1  # `born` counts up to here before it is renumbered
+# From so many blocks on, numpy's calls are cheaper than a loop.
+_MANY = 16
+# What other tiers may hold where nobody says, in blocks of the device; and without any word at all, blocks.
+_HOST_SHARE, _STORAGE_SHARE, _DEFAULT_CAP = 8, 32, 1 << 22
+_PARKED_AT_MOST = 16_384  # orphan blocks a holder
+# Slots of the table of holders that are swept for every block that is taken in, and at least per event.
+_SWEPT_PER_BLOCK, _SWEPT_PER_EVENT = 64, 4096
+_SWEPT_AT_ONCE = 1 << 20  # a table of so many slots is swept as soon as a bit is wanted: a millisecond or two
+# A prompt is looked up in growing pieces: most workers' runs end early.
+_FIRST_PIECE, _PIECE_GROWTH = 256, 16
+_LOWER = (Tier.HOST, Tier.STORAGE)
 
 
-@dataclass(slots=True)
-class _View:
-    """What one worker is known to hold."""
+class TieredRun(NamedTuple):
+    """The leading blocks of a prompt that need no computing: first those on the device, then those to be loaded."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return self.device + self.host + self.storage
+
+
+@dataclass(frozen=True, slots=True)
+class TierCaps:
+    """How many blocks each tier can hold. None: not known, and then a multiple of the device's is assumed."""
+
+    device: int | None = None
+    host: int | None = None
+    storage: int | None = None
+
+    def of(self, tier: Tier) -> int | None:
+        if tier is Tier.DEVICE:
+            return self.device
+        share, told = (_HOST_SHARE, self.host) if tier is Tier.HOST else (_STORAGE_SHARE, self.storage)
+        if told is not None:
+            return told
+        return _DEFAULT_CAP if self.device is None else self.device * share
+
+
+@dataclass(slots=True, eq=False)
+class _Orphans:
+    """A run of blocks whose parent is not known yet: no more than their contents can be told."""
+
+    hashes: tuple[int, ...]
+    contents: BlockHashes
+    ratio: int
+    gone: set[int] = field(default_factory=set)  # removed in the meantime
+    older: dict[int, _Orphans] = field(default_factory=dict)  # other runs with a block of the same name
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """What one tier of a worker, or a shared store, is known to hold."""
 
     bit: int
-    capacity_blocks: int | None
-    blocks: dict[int, int] = field(default_factory=dict)  # engine hash -> our hash
+    capacity: int | None
+    shared: bool = False
+    names: NameTable = field(default_factory=NameTable)
+    held: int = 0  # distinct names
+    clock: int = 0
     # A block computed again although it is cached becomes a second copy under the same hash: two stores, two removals
     # (engines.md A.1, "Duplicates need reference counts"). Rare, so counted beside the table.
     more_copies: dict[int, int] = field(default_factory=dict)  # engine hash -> copies beyond the first
     more_names: dict[int, int] = field(default_factory=dict)  # our hash -> engine hashes beyond the first
-    groups: set[int | None] = field(default_factory=set)  # the groups of layers whose blocks were stored
+    ratios: set[int] = field(default_factory=set)  # of chunks that are several of our blocks
+    orphans: dict[int, list[_Orphans]] = field(default_factory=dict)  # by the unknown parent's hash
+    orphan_at: dict[int, _Orphans] = field(default_factory=dict)  # engine hash -> the newest run with such a block
+
+    def tick(self, count: int) -> int:
+        """The first of so many consecutive birth numbers."""
+        if self.clock + count >= _NEVER:
+            slots = self.names.live_slots()
+            self.names.born[slots[np.argsort(self.names.born[slots])]] = np.arange(1, len(slots) + 1, dtype=np.uint32)
+            self.clock = len(slots)
+        first = self.clock + 1
+        self.clock += count
+        return first
+
+
+@dataclass(slots=True, eq=False)
+class _View:
+    """What one worker can read: its own tiers, and the stores that it shares."""
+
+    caps: TierCaps
+    cleared: frozenset[Tier]  # the tiers that the engine empties when it says that all blocks are cleared
+    stores: Mapping[Tier, str]
+    own: dict[Tier, _Holder] = field(default_factory=dict)
+    groups: dict[Tier, int | None] = field(default_factory=dict)  # the group of layers that is followed
 
 
 class CacheIndex:
     """Exact for what it was told; what it could not use is counted in `skipped`, by reason."""
 
-    def __init__(self, hasher: BlockHasher, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, hasher: BlockHasher, family: HashFamily) -> None:
+        self.family = family
         self.skipped: Counter[str] = Counter()
+        self.adopted = 0  # blocks whose parent came later than they did
         self._hasher = hasher
         self._views: dict[str, _View] = {}
-        self._holders: dict[int, int] = {}  # our hash -> mask of the workers that hold it
+        self._stores: dict[str, _Holder] = {}
+        self._holders = HolderTable()
+        self._bits: list[bool] = []  # taken or not
+        # Bits of holders that are gone are swept from the table piece by piece; then they can be given to others.
+        self._swept: list[int] = []
+        self._to_sweep: list[int] = []
+        self._sweep_at = 0
 
-    def add(self, worker: str, capacity_blocks: int | None) -> None:
-        """Starts an empty view; `capacity_blocks` is the engine's own block count, and None means no cap.
+    # Workers
 
-        ValueError if there is one already.
+    def add(
+        self,
+        worker: str,
+        caps: TierCaps | int | None = None,
+        *,
+        stores: Mapping[Tier, str] | None = None,
+        cleared: Iterable[Tier] = (Tier.DEVICE,),
+    ) -> None:
+        """Starts an empty view; `caps.device` is the engine's own block count.
+
+        `stores` names the stores that the worker shares with others, by the tier that it calls them. ValueError if
+        there is such a worker already, or if its device is to be shared.
         """
         if worker in self._views:
             raise ValueError(f"worker {worker!r} is already in the index")
-        taken = {view.bit for view in self._views.values()}
-        bit = 1
-        while bit in taken:
-            bit <<= 1
-        self._views[worker] = _View(bit, capacity_blocks)
+        if stores and Tier.DEVICE in stores:
+            raise ValueError(f"worker {worker!r}: a device's cache is never shared, only host and storage are")
+        caps = caps if isinstance(caps, TierCaps) else TierCaps(caps)
+        self._views[worker] = _View(caps, frozenset(cleared), dict(stores or {}))
 
     def set_capacity(self, worker: str, capacity_blocks: int) -> None:
+        """The device holds so many blocks; tiers whose cap nobody told follow it."""
         view = self._views[worker]
-        view.capacity_blocks = capacity_blocks
-        self._shed(view)
+        view.caps = TierCaps(capacity_blocks, view.caps.host, view.caps.storage)
+        for tier, holder in view.own.items():
+            holder.capacity = view.caps.of(tier)
+            self._shed(holder)
 
     def remove(self, worker: str) -> None:
+        """Forgets a worker; a store that it shared goes with the last who does."""
         self.clear(worker)
-        del self._views[worker]
+        stores = self._views.pop(worker).stores.values()
+        for name in stores:
+            if name in self._stores and not any(name in view.stores.values() for view in self._views.values()):
+                self._retire(self._stores.pop(name))
 
-    def clear(self, worker: str) -> None:
+    def clear(self, worker: str, tiers: Iterable[Tier] = Tier) -> None:
+        """What these tiers of the worker hold is not known any more. A store shared with others stays as it is."""
         view = self._views[worker]
-        for ours in view.blocks.values():
-            self._release(view, ours)
-        view.blocks.clear()
-        view.more_copies.clear()
-        view.more_names.clear()
+        for tier in tiers:
+            holder = view.own.pop(tier, None)
+            view.groups.pop(tier, None)
+            if holder is not None:
+                self._retire(holder)
 
-    def blocks(self, worker: str) -> int:
+    def blocks(self, worker: str, tier: Tier = Tier.DEVICE) -> int:
         """Distinct blocks known to be held."""
-        return len(self._views[worker].blocks)
+        holder = self._holder(self._views[worker], tier)
+        return holder.held if holder is not None else 0
+
+    def orphans(self, worker: str) -> int:
+        """Blocks that wait for their parent to be told."""
+        return sum(len(holder.orphan_at) for holder in self._readable(self._views[worker]))
+
+    def knows(self, worker: str, theirs: int) -> bool:
+        """Whether it is known what an engine's name for a block stands for, held or not."""
+        return self._resolve(self._views[worker], theirs) is not None
 
     def __len__(self) -> int:
-        return len(self._holders)
+        """Distinct blocks that anybody holds. Looks at all of them: for tests and rare views."""
+        table = self._holders
+        held = np.zeros(table.slots, np.bool_)
+        gone = self._gone()
+        for word, column in enumerate(table.columns):
+            held |= (column[: table.slots] & np.uint64(~gone[word] & _MASK)) != 0
+        return int(held.sum())
 
-    def apply(self, worker: str, event: KvEvent) -> None:
+    @property
+    def bytes(self) -> int:
+        """Of all tables. Those that count what is rare are left out."""
+        holders = [holder for view in self._views.values() for holder in view.own.values()]
+        return self._holders.bytes + sum(holder.names.bytes for holder in (*holders, *self._stores.values()))
+
+    # Events
+
+    def apply(self, worker: str, event: KvEvent) -> int | None:
+        """Takes in one event; of blocks that were stored on a device and have their place, our hash of the first."""
+        first: int | None = None
+        view = self._views[worker]
         match event:
             case Stored():
-                self._store(self._views[worker], event)
+                first = self._store(view, event)
             case Removed():
-                self._remove(self._views[worker], event)
+                self._remove(view, event)
+            case Named():
+                self._name(view, event)
             case Cleared():
-                self.clear(worker)
+                self.clear(worker, view.cleared)
+        if self._swept or self._to_sweep:
+            blocks = 0 if isinstance(event, Cleared) else len(event.hashes)
+            self._sweep(_SWEPT_PER_EVENT + _SWEPT_PER_BLOCK * blocks)
+        return first
 
-    def runs(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        """For each worker the number of leading blocks of a prompt that it holds without a hole."""
-        names = {view.bit: name for name, view in self._views.items()}
-        runs = dict.fromkeys(self._views, 0)
-        alive = 0
-        for view in self._views.values():
-            alive |= view.bit
-        holders_of = self._holders.get
-        for position, ours in enumerate(hashes):
-            holders = holders_of(ours, 0) & alive
-            if holders != alive:
-                for bit in _bits(alive & ~holders):
-                    runs[names[bit]] = position
-                alive = holders
-                if not alive:
-                    return runs
-        for bit in _bits(alive):
-            runs[names[bit]] = len(hashes)
-        return runs
-
-    def _store(self, view: _View, event: Stored) -> None:
-        if event.tier is not Tier.DEVICE:
-            self.skipped[f"tier_{event.tier.value}"] += 1
-            return
-        if event.block_size != self.block_size:
+    def _store(self, view: _View, event: Stored) -> int | None:
+        size = self.family.block_size
+        ratio = event.block_size // size
+        if event.block_size % size or (ratio != 1 and event.tier is Tier.DEVICE):
             self.skipped["block_size"] += 1
-            return
-        parent = self._hasher.root if event.parent is None else view.blocks.get(event.parent)
-        if parent is None:
-            self.skipped["unknown_parent"] += 1
-            return
-        view.groups.add(event.group)
-        extras = None
-        if event.lora_name is not None or event.extra_keys is not None:
-            keys = event.extra_keys or ((),) * len(event.hashes)
-            digests = [self._hasher.extra_digest(event.lora_name, entry) for entry in keys]
-            extras = np.array(digests, np.uint64)
-        chained = self._hasher.chain(parent, event.tokens, event.block_size, extras).tolist()
-        for theirs, ours in zip(event.hashes, chained, strict=True):
-            self._hold(view, theirs, ours)
-        self._shed(view)
+            return None
+        if event.lookahead != self.family.lookahead:
+            self.skipped["lookahead"] += 1
+            return None
+        if not self._is_followed(view, event.tier, event.group, new=True):
+            return None
+        holder = self._holder_for(view, event.tier)
+        parent = self._hasher.root if event.parent is None else self._resolve(view, event.parent, holder)
+        digests = self._digests(event, ratio)
+        if parent is not None and len(event.hashes) < _MANY and ratio == 1:
+            chained = self._hasher.chain_few(parent, event.tokens, size, digests, event.ahead)
+            for theirs, ours in zip(event.hashes, chained, strict=True):
+                self._hold_one(holder, theirs, ours)
+            first = chained[0] if chained else None
+        else:
+            extras = None if digests is None else np.array(digests, np.uint64)
+            contents = self._hasher.contents(event.tokens, size, extras, event.ahead)
+            if parent is None:
+                assert event.parent is not None, "a prompt's first block has the root for a parent"
+                self._park(holder, event.parent, _Orphans(event.hashes, contents, ratio))
+                return None
+            linked = self._hasher.link(parent, contents)
+            self._hold(holder, event.hashes, linked, ratio)
+            first = int(linked[0])
+        self._adopt(view, event.hashes)
+        self._shed(holder)
+        return first if event.tier is Tier.DEVICE else None
 
-    def _hold(self, view: _View, theirs: int, ours: int) -> None:
-        known = view.blocks.get(theirs)
-        if known is not None:
-            view.more_copies[theirs] = view.more_copies.get(theirs, 0) + 1
+    def _digests(self, event: Stored, ratio: int) -> list[int] | None:
+        if event.lora_name is None and event.extra_keys is None:
+            return None
+        keys = event.extra_keys or ((),) * len(event.hashes)
+        if ratio == 1:
+            return [self._hasher.extra_digest(event.lora_name, entry) for entry in keys]
+        # Of a chunk's keys only those of its first block have a place: a salt is in the first of all.
+        digests = [self._hasher.extra_digest(event.lora_name, ())] * (ratio * len(event.hashes))
+        for at, entry in enumerate(keys):
+            digests[at * ratio] = self._hasher.extra_digest(event.lora_name, entry)
+        return digests
+
+    def _name(self, view: _View, event: Named) -> None:
+        if not self._is_followed(view, event.tier, event.group, new=True):
+            return
+        holder = self._holder_for(view, event.tier)
+        for theirs in event.hashes:
+            ours = self._resolve(view, theirs, holder)
+            if ours is None:
+                self.skipped["unknown_name"] += 1
+            else:
+                self._hold_one(holder, theirs, ours)
+        self._shed(holder)
+
+    def _remove(self, view: _View, event: Removed) -> None:
+        if not self._is_followed(view, event.tier, event.group, new=False):
+            return
+        holder = self._holder(view, event.tier)
+        if holder is None:
+            self.skipped["unknown_removal"] += len(event.hashes)
+            return
+        self._let_go(holder, event.hashes)
+
+    def _is_followed(self, view: _View, tier: Tier, group: int | None, *, new: bool) -> bool:
+        """Of several groups of layers that attend to everything the first is followed: they go together.
+
+        A removal does not tell its group's kind: one of a group that was never taken in is not ours.
+        """
+        if group is None:
+            return True
+        if new:
+            followed = view.groups.setdefault(tier, group)
+        elif tier in view.groups:
+            followed = view.groups[tier]
+        else:
+            followed = None
+        if followed == group:
+            return True
+        self.skipped["other_group"] += 1
+        return False
+
+    # Holding and letting go
+
+    def _hold(self, holder: _Holder, hashes: Sequence[int], ours: BlockHashes, ratio: int) -> None:
+        names = np.array(hashes, np.uint64)
+        if ratio > 1:
+            holder.ratios.add(ratio)
+            names = _part_names(names, ratio).reshape(-1)
+        if len(names) < _MANY or not self._hold_many(holder, names, ours):
+            for theirs, our in zip(names.tolist(), ours.tolist(), strict=True):
+                self._hold_one(holder, theirs, our)
+
+    def _hold_many(self, holder: _Holder, names: Keys, ours: BlockHashes) -> bool:
+        """All at once, if they are all new and distinct; else False, and nothing has changed."""
+        table, word, mask = holder.names, holder.bit >> 6, np.uint64(1 << (holder.bit & 63))
+        if len(np.unique(names)) < len(names) or len(np.unique(ours)) < len(ours):
+            return False
+        slots = table.find(names)
+        known = slots >= 0
+        if known.any():
+            old = slots[known]
+            if table.born[old].any():
+                return False
+            # Names that were let go of: their slots are taken again, since a name must not stand in two places.
+            absent = ~known
+        else:
+            old, absent = slots[:0], None
+        found = self._holders.find(ours)
+        present = found >= 0
+        column = self._holders.columns[word]
+        if present.any():
+            there = found[present]
+            if (column[there] & mask).any():
+                return False
+            column[there] |= mask
+            missing = ours[~present]
+        else:
+            missing = ours
+        if len(missing):
+            values = [mask if at == word else np.uint64(0) for at in range(len(self._holders.columns))]
+            self._holders.insert(missing, *values)
+        first = holder.tick(len(names))
+        born = np.arange(first, first + len(names), dtype=np.uint32)
+        if absent is None:
+            table.insert(names, ours, born)
+        else:
+            table.ours[old] = ours[known]
+            table.born[old] = born[known]
+            if absent.any():
+                table.insert(names[absent], ours[absent], born[absent])
+        holder.held += len(names)
+        return True
+
+    def _hold_one(self, holder: _Holder, theirs: int, ours: int) -> None:
+        table = holder.names
+        at = table.find_one(theirs)
+        if at >= 0 and table.views[1][at]:
+            known = table.views[0][at]
+            if not holder.shared:
+                holder.more_copies[theirs] = holder.more_copies.get(theirs, 0) + 1
             if known == ours:
                 return
             # The same engine hash for other content: believe the newer word.
-            self._release(view, known)
-        view.blocks[theirs] = ours
-        holders = self._holders.get(ours, 0)
-        if holders & view.bit:
-            view.more_names[ours] = view.more_names.get(ours, 0) + 1
+            self._release_one(holder, known)
+            table.views[0][at] = ours
         else:
-            self._holders[ours] = holders | view.bit
+            born = holder.tick(1)
+            if at < 0:
+                at = table.insert_one(theirs)
+            table.views[0][at] = ours
+            table.views[1][at] = born
+            holder.held += 1
+        holders, word, mask = self._holders, holder.bit >> 6, 1 << (holder.bit & 63)
+        at = holders.find_one(ours)
+        if at < 0:
+            at = holders.insert_one(ours)
+            for view in holders.views:
+                view[at] = 0
+            holders.views[word][at] = mask
+        elif holders.views[word][at] & mask:
+            holder.more_names[ours] = holder.more_names.get(ours, 0) + 1
+        else:
+            holders.views[word][at] |= mask
 
-    def _remove(self, view: _View, event: Removed) -> None:
-        if event.tier is not Tier.DEVICE:
-            return
-        if event.group is not None and event.group not in view.groups:
-            # A removal does not tell its group's kind: one of a group that was never taken in is not ours.
-            self.skipped["other_group"] += 1
-            return
-        for theirs in event.hashes:
-            copies = view.more_copies.pop(theirs, 0)
+    def _let_go(self, holder: _Holder, hashes: Sequence[int]) -> None:
+        for ratio in holder.ratios:
+            # Which of the names are chunks, and of how many blocks, shows in what is held under their parts' names.
+            parts = _part_names(np.array(hashes, np.uint64), ratio)[:, :-1].reshape(-1)
+            slots = holder.names.find(parts)
+            held = slots >= 0
+            held[held] = holder.names.born[slots[held]] != 0
+            for part in parts[held].tolist():
+                self._remove_one(holder, part)
+        if len(hashes) < _MANY or not self._remove_many(holder, hashes):
+            for theirs in hashes:
+                self._remove_one(holder, theirs)
+
+    def _remove_many(self, holder: _Holder, hashes: Sequence[int]) -> bool:
+        """All at once, if they are distinct and none has a second copy; else False, and nothing has changed."""
+        if holder.more_copies and not holder.more_copies.keys().isdisjoint(hashes):
+            return False
+        names = np.array(hashes, np.uint64)
+        if len(np.unique(names)) < len(names):
+            return False
+        slots = holder.names.find(names)
+        live = slots >= 0
+        live[live] = holder.names.born[slots[live]] != 0
+        if not live.all():
+            for theirs in names[~live].tolist():
+                self._remove_unheld(holder, theirs)
+        self._drop(holder, slots[live])
+        return True
+
+    def _remove_one(self, holder: _Holder, theirs: int) -> None:
+        if holder.more_copies:
+            copies = holder.more_copies.pop(theirs, 0)
             if copies > 1:
-                view.more_copies[theirs] = copies - 1
+                holder.more_copies[theirs] = copies - 1
             if copies:
-                continue
-            ours = view.blocks.pop(theirs, None)
-            if ours is None:
-                self.skipped["unknown_removal"] += 1
+                return
+        at = holder.names.find_one(theirs)
+        if at < 0 or not holder.names.views[1][at]:
+            self._remove_unheld(holder, theirs)
+            return
+        holder.names.views[1][at] = 0
+        holder.held -= 1
+        self._release_one(holder, holder.names.views[0][at])
+
+    def _remove_unheld(self, holder: _Holder, theirs: int) -> None:
+        run = holder.orphan_at.get(theirs)
+        if run is not None:
+            run.gone.add(theirs)
+            self._forget_orphan(holder, run, theirs)
+        elif not holder.shared:  # a shared store's removal is told by everybody who reads it
+            self.skipped["unknown_removal"] += 1
+
+    def _drop(self, holder: _Holder, slots: Slots) -> None:
+        """Lets go of names by their slots, which are live and distinct."""
+        if not len(slots):
+            return
+        ours = holder.names.ours[slots]
+        holder.names.born[slots] = 0
+        holder.held -= len(slots)
+        if holder.more_names or len(slots) < _MANY:
+            for one in ours.tolist():
+                self._release_one(holder, one)
+            return
+        word, mask = holder.bit >> 6, np.uint64(~(1 << (holder.bit & 63)) & _MASK)
+        self._holders.columns[word][self._holders.find(ours)] &= mask
+
+    def _release_one(self, holder: _Holder, ours: int) -> None:
+        if holder.more_names:
+            names = holder.more_names.pop(ours, 0)
+            if names > 1:
+                holder.more_names[ours] = names - 1
+            if names:
+                return
+        view = self._holders.views[holder.bit >> 6]
+        view[self._holders.find_one(ours)] &= ~(1 << (holder.bit & 63)) & _MASK
+
+    def _shed(self, holder: _Holder) -> None:
+        """Drops the longest-known blocks beyond a cap: removals were lost, or are never told."""
+        if holder.capacity is None or holder.held <= holder.capacity:
+            return
+        # Some more than need be, or a full store that tells no removals would be searched at every event.
+        count = min(holder.held, holder.held - holder.capacity + holder.capacity // 32)
+        slots = holder.names.live_slots()
+        if count < len(slots):
+            slots = slots[np.argpartition(holder.names.born[slots], count)[:count]]
+        if holder.more_copies:
+            for theirs in holder.names.keys[slots].tolist():
+                holder.more_copies.pop(theirs, None)
+        self._drop(holder, slots)
+        self.skipped["over_capacity"] += count
+
+    # Orphans
+
+    def _park(self, holder: _Holder, parent: int, run: _Orphans) -> None:
+        self.skipped["unknown_parent"] += 1
+        if len(run.hashes) > _PARKED_AT_MOST:
+            self.skipped["orphans_dropped"] += len(run.hashes)
+            return
+        for theirs in run.hashes:
+            older = holder.orphan_at.get(theirs)
+            if older is not None and older is not run:
+                run.older[theirs] = older
+            holder.orphan_at[theirs] = run
+        holder.orphans.setdefault(parent, []).append(run)
+        while len(holder.orphan_at) > _PARKED_AT_MOST:
+            dropped = holder.orphans.pop(next(iter(holder.orphans)))
+            self.skipped["orphans_dropped"] += sum(self._unpark(holder, one) for one in dropped)
+
+    def _unpark(self, holder: _Holder, run: _Orphans) -> int:
+        left = [theirs for theirs in run.hashes if theirs not in run.gone]
+        for theirs in left:
+            self._forget_orphan(holder, run, theirs)
+        return len(left)
+
+    def _forget_orphan(self, holder: _Holder, run: _Orphans, theirs: int) -> None:
+        newest = holder.orphan_at.get(theirs)
+        if newest is run:
+            if theirs in run.older:
+                holder.orphan_at[theirs] = run.older.pop(theirs)
             else:
-                self._release(view, ours)
-
-    def _release(self, view: _View, ours: int) -> None:
-        names = view.more_names.pop(ours, 0)
-        if names > 1:
-            view.more_names[ours] = names - 1
-        if names:
+                del holder.orphan_at[theirs]
             return
-        holders = self._holders[ours] & ~view.bit
-        if holders:
-            self._holders[ours] = holders
-        else:
-            del self._holders[ours]
+        while newest is not None and newest.older.get(theirs) is not run:
+            newest = newest.older.get(theirs)
+        if newest is not None:
+            if theirs in run.older:
+                newest.older[theirs] = run.older.pop(theirs)
+            else:
+                del newest.older[theirs]
 
-    def _shed(self, view: _View) -> None:
-        """Drops the longest-known blocks beyond the engine's own count: removals must have been lost."""
-        if view.capacity_blocks is None:
+    def _adopt(self, view: _View, hashes: Sequence[int]) -> None:
+        """Blocks that waited for one of these get their place, and so may others behind them."""
+        waiting = [holder for holder in self._readable(view) if holder.orphans]
+        if not waiting:
             return
-        while len(view.blocks) > view.capacity_blocks:
-            theirs = next(iter(view.blocks))
-            self._release(view, view.blocks.pop(theirs))
-            view.more_copies.pop(theirs, None)
-            self.skipped["over_capacity"] += 1
+        ready: list[Sequence[int]] = [hashes]
+        while ready:
+            told = ready.pop()
+            for holder in waiting:
+                if holder.orphans.keys().isdisjoint(told):
+                    continue
+                for theirs in told:
+                    for run in holder.orphans.pop(theirs, ()):
+                        parent = self._resolve(view, theirs, holder)
+                        assert parent is not None, "its store was just taken in"
+                        self._place_orphans(holder, run, parent)
+                        ready.append(run.hashes)
+        for holder in waiting:
+            self._shed(holder)
+
+    def _place_orphans(self, holder: _Holder, run: _Orphans, parent: int) -> None:
+        self.adopted += self._unpark(holder, run)
+        chained = self._hasher.link(parent, run.contents)
+        self._hold(holder, run.hashes, chained, run.ratio)
+        # Held for a moment, for what they tell of the blocks behind them.
+        if run.gone:
+            self._let_go(holder, list(run.gone))
+
+    # Names and bits
+
+    def _resolve(self, view: _View, theirs: int, first: _Holder | None = None) -> int | None:
+        """Our hash for what an engine calls a block, in whichever tier it was told of."""
+        holders = list(self._readable(view))
+        if first is not None:
+            holders.insert(0, first)
+        for holder in holders:
+            at = holder.names.find_one(theirs)
+            if at >= 0:
+                return int(holder.names.views[0][at])
+        return None
+
+    def _readable(self, view: _View) -> Iterator[_Holder]:
+        yield from view.own.values()
+        for name in view.stores.values():
+            if name in self._stores:
+                yield self._stores[name]
+
+    def _holder(self, view: _View, tier: Tier) -> _Holder | None:
+        return self._stores.get(view.stores[tier]) if tier in view.stores else view.own.get(tier)
+
+    def _holder_for(self, view: _View, tier: Tier) -> _Holder:
+        holder = self._holder(view, tier)
+        if holder is None:
+            holder = _Holder(self._take_bit(), view.caps.of(tier), shared=tier in view.stores)
+            if holder.shared:
+                self._stores[view.stores[tier]] = holder
+            else:
+                view.own[tier] = holder
+        return holder
+
+    def _take_bit(self) -> int:
+        if (self._swept or self._to_sweep) and self._holders.slots <= _SWEPT_AT_ONCE:
+            self._sweep(self._holders.slots)
+            self._sweep(self._holders.slots)
+        gone = self._gone()
+        for bit, taken in enumerate(self._bits):
+            if not taken and not gone[bit >> 6] >> (bit & 63) & 1:
+                self._bits[bit] = True
+                return bit
+        self._bits.append(True)
+        bit = len(self._bits) - 1
+        if bit >> 6 >= len(self._holders.columns):
+            self._holders.add_column(np.uint64)
+        return bit
+
+    def _retire(self, holder: _Holder) -> None:
+        """Its bit means nothing from now on, and is swept from the table as events come."""
+        self._bits[holder.bit] = False
+        words = len(self._holders.columns)
+        self._to_sweep += [0] * (words - len(self._to_sweep))
+        self._to_sweep[holder.bit >> 6] |= 1 << (holder.bit & 63)
+
+    def _gone(self) -> list[int]:
+        words = len(self._holders.columns)
+        both = [[*masks, *[0] * (words - len(masks))] for masks in (self._swept, self._to_sweep)]
+        return [swept | later for swept, later in zip(*both, strict=True)]
+
+    def _sweep(self, slots: int) -> None:
+        table = self._holders
+        if not self._swept:
+            if not self._to_sweep:
+                return
+            self._swept, self._to_sweep, self._sweep_at = self._to_sweep, [], 0
+        rows = slice(self._sweep_at, min(table.slots, self._sweep_at + slots))
+        for word, mask in enumerate(self._swept):
+            if mask:
+                table.columns[word][rows] &= np.uint64(~mask & _MASK)
+        self._sweep_at = rows.stop
+        if self._sweep_at >= table.slots:
+            self._swept = []
+
+    # Matching
+
+    def runs(self, hashes: Sequence[int] | BlockHashes) -> Mapping[str, int]:
+        """For each worker the number of leading blocks of a prompt that its device holds without a hole."""
+        return {worker: run.device for worker, run in self.match(hashes).items()}
+
+    def match(self, hashes: Sequence[int] | BlockHashes) -> dict[str, TieredRun]:
+        """For each worker the leading blocks of a prompt that it can reuse without a hole.
+
+        First the run on its device; from there on blocks of its other tiers and of stores that it reads.
+        """
+        lookup = _Lookup(self._holders, np.asarray(hashes, np.uint64))
+        ends = self._device_ends(lookup)
+        runs = {}
+        for worker, view in self._views.items():
+            device = ends.get(worker, 0)
+            if lookup.length > device and (view.stores or len(view.own) > 1 or Tier.DEVICE not in view.own):
+                runs[worker] = self._behind(view, device, lookup)
+            else:
+                runs[worker] = TieredRun(device)
+        return runs
+
+    def _device_ends(self, lookup: _Lookup) -> dict[str, int]:
+        owners = {view.own[Tier.DEVICE].bit: name for name, view in self._views.items() if Tier.DEVICE in view.own}
+        alive = [0] * len(self._holders.columns)
+        for bit in owners:
+            alive[bit >> 6] |= 1 << (bit & 63)
+        ends: dict[str, int] = {}
+        piece = 0
+        while any(alive) and lookup.has(piece):
+            first, words = lookup.pieces[piece]
+            for word, masks in enumerate(words):
+                if not alive[word]:
+                    continue
+                held = np.bitwise_and.accumulate(masks)
+                held &= np.uint64(alive[word])
+                left = int(held[-1])
+                if left == alive[word]:
+                    continue
+                before = alive[word]
+                for at in (0, *((held[1:] != held[:-1]).nonzero()[0] + 1).tolist()):
+                    now = int(held[at])
+                    for bit in _bits(before & ~now):
+                        ends[owners[word << 6 | bit]] = first + at
+                    before = now
+                alive[word] = left
+            piece += 1
+        for word, mask in enumerate(alive):
+            for bit in _bits(mask):
+                ends[owners[word << 6 | bit]] = lookup.length
+        return ends
+
+    def _behind(self, view: _View, device: int, lookup: _Lookup) -> TieredRun:
+        """Goes on from the end of the device's run in the lower tiers."""
+        bits = {tier: holder.bit for tier in _LOWER if (holder := self._holder(view, tier)) is not None}
+        if not bits:
+            return TieredRun(device)
+        in_host: list[npt.NDArray[np.uint64]] = []
+        end = piece = 0
+        while lookup.has(piece):
+            first, words = lookup.pieces[piece]
+            piece += 1
+            length = len(words[0])
+            if first + length <= device:
+                continue
+            start = max(0, device - first)
+            held = {tier: (words[bit >> 6][start:] >> np.uint64(bit & 63)) & np.uint64(1) for tier, bit in bits.items()}
+            holes = (np.bitwise_or.reduce(list(held.values())) == 0).nonzero()[0]
+            end = first + start + (int(holes[0]) if len(holes) else length - start)
+            in_host.append(held.get(Tier.HOST, np.zeros(0, np.uint64)))
+            if len(holes):
+                break
+        for tier in bits:
+            holder = self._holder(view, tier)
+            assert holder is not None
+            for ratio in holder.ratios:
+                # A chunk is loaded whole or not at all, and a prompt may end in the middle of one.
+                end -= end % ratio
+        if end <= device:
+            return TieredRun(device)
+        host = int(np.concatenate(in_host)[: end - device].sum())
+        return TieredRun(device, host, end - device - host)
+
+
+class _Lookup:
+    """Who holds the blocks of one prompt, looked up piece by piece and only as far as somebody wants to know."""
+
+    def __init__(self, table: HolderTable, hashes: BlockHashes) -> None:
+        self.length = len(hashes)
+        self.pieces: list[tuple[int, list[npt.NDArray[np.uint64]]]] = []  # first block, masks a word
+        self._table = table
+        self._hashes = hashes
+        self._done = 0
+        self._next = _FIRST_PIECE
+
+    def has(self, piece: int) -> bool:
+        if piece == len(self.pieces) and self._done < self.length:
+            part = self._hashes[self._done : self._done + self._next]
+            slots = self._table.find(part)
+            absent = slots < 0
+            words = []
+            for column in self._table.columns:
+                masks = column[slots]
+                masks[absent] = 0
+                words.append(masks)
+            self.pieces.append((self._done, words))
+            self._done += len(part)
+            self._next *= _PIECE_GROWTH
+        return piece < len(self.pieces)
+
+
+def _part_names(names: Keys, ratio: int) -> Keys:
+    """Names for each of the blocks that a chunk is made of, one row a chunk; the last has the chunk's own."""
+    parts = names[:, None] ^ (np.arange(ratio, 0, -1, dtype=np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F))
+    parts *= np.uint64(0x9FB21C651E98DF25)
+    parts[:, -1] = names
+    return parts
 
 
 def _bits(mask: int) -> Iterator[int]:
     while mask:
         low = mask & -mask
-        yield low
+        yield low.bit_length() - 1
         mask ^= low

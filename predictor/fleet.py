@@ -11,7 +11,7 @@ import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 import numpy as np
@@ -28,19 +28,18 @@ from predictor.admission import (
     objection,
     refuse,
 )
-from predictor.cache_index import CacheIndex
-from predictor.engines.vllm import Sequence, Settings, reusable_tokens, room_beside
+from predictor.engines.vllm import Sequence, Settings, room_beside
 from predictor.fairness import FairnessPolicy, TenantUse
 from predictor.forecast import Forecast, forecast
 from predictor.grading import CacheVerdict, Grade, grade, judge_cache
 from predictor.hindsight import Guard, GuardPolicy, Hindsight, Review, Watched, review_shadow
 from predictor.interval import Calibration, PoolErrors
-from predictor.kv_events import Batch
+from predictor.kv_events import Batch, Tier
 from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
 from predictor.output_lengths import LengthCurve, OutputLengths
+from predictor.pool_cache import CacheSpec, PoolCache, Reuse
 from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample
-from predictor.prefixes_ahead import PrefixesAhead
-from predictor.prompt import BlockHasher, Prompt
+from predictor.prompt import BlockHasher, HashFamily, Prompt
 from predictor.queue_replay import Shadow
 from predictor.routing import Candidate, Choice, Prefer, RoutingPolicy, Why, choose
 
@@ -65,6 +64,7 @@ class WorkerSpec:
     settings: Settings = field(default_factory=Settings)
     cluster: str | None = None  # Envoy's name for it, where routes choose clusters
     adapters: frozenset[str] = frozenset()  # LoRA adapters that it has loaded
+    cache: CacheSpec = field(default_factory=CacheSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,7 @@ class Usage:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    cached_seen: bool = False  # not reported, but read from where the request's first stored block begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,6 @@ class _Worker:
     up: bool = True
     trusted: bool = True  # the event feed is complete
     tickets: dict[str, Ticket] = field(default_factory=dict)
-    ahead: PrefixesAhead = field(default_factory=PrefixesAhead)
     backing_off_until_s: float = 0.0  # the engine has said that it is full
     foreign_load: bool = False  # the engine has more in progress than came through us
     load_seen: tuple[float, int] | None = None  # when the engine was last asked, and what it had in progress
@@ -197,8 +197,8 @@ class _Worker:
 @dataclass(slots=True)
 class _Pool:
     policy: PoolPolicy
+    cache: PoolCache
     workers: dict[str, _Worker] = field(default_factory=dict)
-    indexes: dict[int, CacheIndex] = field(default_factory=dict)  # by block size
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=_RECENT_GRANTS))
     errors: PoolErrors = field(default_factory=PoolErrors)
     lengths: OutputLengths = field(init=False)
@@ -255,7 +255,7 @@ class Fleet:
     def __init__(self, policies: Iterable[PoolPolicy], hasher: BlockHasher, rng: np.random.Generator) -> None:
         self._hasher = hasher
         self._rng = rng
-        self._pools = {policy.name: _Pool(policy) for policy in policies}
+        self._pools = {policy.name: _Pool(policy, PoolCache(hasher)) for policy in policies}
         self._pool_of: dict[str, _Pool] = {}
         self._tickets: dict[str, Ticket] = {}
         self._numbers = itertools.count(1)
@@ -266,7 +266,7 @@ class Fleet:
         """ValueError if there is one of this name."""
         if policy.name in self._pools:
             raise ValueError(f"pool {policy.name!r} is already in the fleet")
-        self._pools[policy.name] = _Pool(policy)
+        self._pools[policy.name] = _Pool(policy, PoolCache(self._hasher))
 
     # Workers
 
@@ -280,13 +280,13 @@ class Fleet:
             spec, spec.settings, cost, Shadow(spec.settings, cost.cost), Calibration(home.errors)
         )
         self._pool_of[spec.name] = home
-        self._index(home, spec.settings).add(spec.name, spec.settings.num_gpu_blocks)
+        home.cache.join(spec.name, spec.cache, spec.settings.block_size, spec.settings.num_gpu_blocks)
 
     def leave(self, worker: str) -> list[Ticket]:
         """Forgets a worker at once and wholly; its tickets are given up and returned."""
         home = self._pool_of.pop(worker)
         gone = home.workers.pop(worker)
-        home.indexes[gone.settings.block_size].remove(worker)
+        home.cache.leave(worker)
         for ticket_id in gone.tickets:
             del self._tickets[ticket_id]
         self._reviewed(home, gone.hindsight.give_up())
@@ -295,9 +295,9 @@ class Fleet:
     def workers(self, pool: str) -> list[WorkerSpec]:
         return [worker.spec for worker in self._pools[pool].workers.values()]
 
-    def block_sizes(self, pool: str) -> set[int]:
-        """The block sizes that a prompt for this pool must be hashed by."""
-        return {worker.settings.block_size for worker in self._pools[pool].workers.values()}
+    def hash_families(self, pool: str) -> set[HashFamily]:
+        """The ways in which a prompt for this pool must be hashed."""
+        return self._pools[pool].cache.families
 
     def configure(self, worker: str, settings: Settings) -> bool:
         """Takes over settings that the engine itself reports; True if they differ from what was assumed.
@@ -308,11 +308,7 @@ class Fleet:
         known = home.workers[worker]
         if settings == known.settings:
             return False
-        if settings.block_size != known.settings.block_size:
-            home.indexes[known.settings.block_size].remove(worker)
-            self._index(home, settings).add(worker, settings.num_gpu_blocks)
-        elif settings.num_gpu_blocks is not None:
-            self._index(home, settings).set_capacity(worker, settings.num_gpu_blocks)
+        home.cache.configure(worker, settings.block_size, settings.num_gpu_blocks)
         known.settings = settings
         known.shadow.set_settings(settings)
         known.cost.forget()
@@ -365,18 +361,14 @@ class Fleet:
     # The cache view
 
     def apply(self, worker: str, batch: Batch) -> None:
-        index, _ = self._view(worker)
-        for event in batch.events:
-            index.apply(worker, event)
+        self._pool_of[worker].cache.apply(worker, batch)
 
     def clear(self, worker: str) -> None:
         """What this worker's cache holds is not known any more."""
-        index, _ = self._view(worker)
-        index.clear(worker)
+        self._pool_of[worker].cache.clear(worker)
 
     def set_trusted(self, worker: str, trusted: bool) -> None:
-        _, known = self._view(worker)
-        known.trusted = trusted
+        self._pool_of[worker].workers[worker].trusted = trusted
 
     # Requests
 
@@ -387,12 +379,10 @@ class Fleet:
         if not workers:
             return NoWorker(pool)
         waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
-        runs = {size: index.runs(prompt.hashes.get(size, ())) for size, index in home.indexes.items()}
-        prospects = []
-        for worker in workers:
-            size = worker.settings.block_size
-            blocks = worker.ahead.run(prompt.hashes.get(size, ()), runs[size][worker.spec.name])
-            prospects.append(self._prospect(home, worker, prompt, blocks, wish, waited_s, now_s))
+        reuse = home.cache.reuse(prompt)
+        prospects = [
+            self._prospect(home, worker, prompt, reuse[worker.spec.name], wish, waited_s, now_s) for worker in workers
+        ]
         forecasts = tuple(prospect.forecast for prospect in prospects)
         limits = home.limits(wish, now_s)
         objections: list[Reason | None] = [None] * len(prospects)
@@ -411,7 +401,7 @@ class Fleet:
         server = home.workers[chosen.worker]
         ticket = self._book(home, server, chosen, wish, now_s)
         ticket.would_refuse = refusal
-        server.ahead.add(ticket.id, prompt.hashes.get(server.settings.block_size, ()))
+        home.cache.book(chosen.worker, ticket.id, prompt, reuse[chosen.worker].by_rule)
         endpoints = tuple(home.workers[candidate.forecast.worker].spec.endpoint for candidate in choice.ranked)
         cluster = home.workers[chosen.worker].spec.cluster
         return Grant(ticket, endpoints, forecasts, choice.why, cluster, refusal)
@@ -421,12 +411,10 @@ class Fleet:
         home = self._pool_of[worker]
         server = home.workers[worker]
         waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
-        size = server.settings.block_size
-        hashes = prompt.hashes.get(size, ())
-        blocks = server.ahead.run(hashes, home.indexes[size].runs(hashes)[worker])
-        priced = self._prospect(home, server, prompt, blocks, wish, waited_s, now_s).forecast
+        reuse = home.cache.reuse(prompt)[worker]
+        priced = self._prospect(home, server, prompt, reuse, wish, waited_s, now_s).forecast
         ticket = self._book(home, server, priced, wish, now_s)
-        server.ahead.add(ticket.id, hashes)
+        home.cache.book(worker, ticket.id, prompt, reuse.by_rule)
         return ticket
 
     def in_flight_on(self, worker: str) -> int:
@@ -478,16 +466,22 @@ class Fleet:
         self._reviewed(home, worker.hindsight.before(now_s))
         del worker.tickets[ticket_id]
         worker.kv_tokens -= ticket.kv_tokens
-        worker.ahead.remove(ticket_id)
+        judged = ticket.first_token_at_s is not None and not ticket.moved and not retried
+        if judged and usage.cached_tokens is not None:
+            home.cache.learn(ticket.worker, ticket_id, usage.cached_tokens)
+        seen_tokens = home.cache.release(ticket.worker, ticket_id)
         worker.shadow.finish(ticket_id, now_s)
         self._look_back(home, worker, now_s)
         if usage.output_tokens is not None and ticket.first_token_at_s is not None:
             # Nobody generates more than was asked for, whatever is reported.
             seen = min(usage.output_tokens, ticket.wish.max_tokens or _MAX_OUTPUT_TOKENS, _MAX_OUTPUT_TOKENS)
             home.lengths.ended(seen, ticket.wish.max_tokens)
-        if ticket.first_token_at_s is None or ticket.moved or retried:
+        if not judged:
             return Ended(ticket, None, usage, learned_from=False)
-        verdict = judge_cache(ticket.forecast.cached_tokens, usage.cached_tokens, worker.settings.block_size)
+        if usage.cached_tokens is None and seen_tokens is not None:
+            usage = replace(usage, cached_tokens=seen_tokens, cached_seen=True)
+        size = home.cache.block_size(ticket.worker)
+        verdict = judge_cache(ticket.forecast.cached_tokens, usage.cached_tokens, size)
         return Ended(ticket, verdict, usage, self._learn(worker, ticket, usage, now_s))
 
     def observe_load(self, worker: str, in_progress: int, asked_at_s: float, now_s: float) -> list[Ticket]:
@@ -555,11 +549,9 @@ class Fleet:
 
     def skipped_events(self) -> Mapping[str, int]:
         """What the cache indexes could not use, by reason."""
-        total: dict[str, int] = {}
+        total: Counter[str] = Counter()
         for pool in self._pools.values():
-            for index in pool.indexes.values():
-                for reason, count in index.skipped.items():
-                    total[reason] = total.get(reason, 0) + count
+            total.update(pool.cache.skipped)
         return total
 
     def _pool_view(self, pool: _Pool, now_s: float) -> dict[str, object]:
@@ -585,10 +577,14 @@ class Fleet:
             "decoding": worker.shadow.decoding,
             "prefill_tokens_ahead": worker.shadow.prefill_tokens_ahead(),
             "wait_s": round(max(0.0, timeline.admitted_s() - now_s), 4),
-            "cached_blocks": pool.indexes[settings.block_size].blocks(worker.spec.name),
+            "cached_blocks": pool.cache.blocks(worker.spec.name),
+            "cached_blocks_host": pool.cache.blocks(worker.spec.name, Tier.HOST),
+            "cached_blocks_storage": pool.cache.blocks(worker.spec.name, Tier.STORAGE),
+            "orphan_blocks": pool.cache.orphans(worker.spec.name),
             "num_gpu_blocks": settings.num_gpu_blocks,
             "kv_demand": _kv_demand(worker, 0),
-            "block_size": settings.block_size,
+            "block_size": pool.cache.block_size(worker.spec.name),
+            "reuse_correction": pool.cache.correction(worker.spec.name).view(),
             "max_num_batched_tokens": settings.max_num_batched_tokens,
             "interval": {
                 "graded": worker.calibration.graded,
@@ -608,26 +604,16 @@ class Fleet:
 
     # Inside
 
-    def _index(self, pool: _Pool, settings: Settings) -> CacheIndex:
-        size = settings.block_size
-        if size not in pool.indexes:
-            pool.indexes[size] = CacheIndex(self._hasher, size)
-        return pool.indexes[size]
-
-    def _view(self, worker: str) -> tuple[CacheIndex, _Worker]:
-        home = self._pool_of[worker]
-        known = home.workers[worker]
-        return home.indexes[known.settings.block_size], known
-
     def _prospect(
-        self, home: _Pool, worker: _Worker, prompt: Prompt, blocks: int, wish: Wish, waited_s: float, now_s: float
+        self, home: _Pool, worker: _Worker, prompt: Prompt, reuse: Reuse, wish: Wish, waited_s: float, now_s: float
     ) -> Prospect:
         settings, shadow = worker.settings, worker.shadow
         _count_overdue(worker, self._tickets, now_s)
         priced = forecast(
             worker=worker.spec.name,
             prompt_tokens=prompt.token_count,
-            cached_tokens=reusable_tokens(blocks, settings.block_size, prompt.token_count),
+            cached_tokens=reuse.tokens,
+            load_s=reuse.load_s,
             already_waited_s=waited_s,
             timeline=shadow.timeline(now_s),
             settings=settings,
@@ -753,7 +739,7 @@ class Fleet:
             chosen.shadow.first_token(ticket.id, now_s)
             self._look_back(home, chosen, now_s)
             return
-        chosen.ahead.remove(ticket.id)
+        home.cache.release(chosen.spec.name, ticket.id)
         chosen.shadow.finish(ticket.id, now_s)
         del chosen.tickets[ticket.id]
         chosen.kv_tokens -= ticket.kv_tokens
@@ -829,5 +815,5 @@ def _evicted_tokens(home: _Pool, worker: _Worker, priced: Forecast) -> int:
     blocks, size = worker.settings.num_gpu_blocks, worker.settings.block_size
     if blocks is None:
         return 0
-    free = (blocks - home.indexes[size].blocks(worker.spec.name)) * size
+    free = (blocks - home.cache.blocks(worker.spec.name)) * size
     return max(0, priced.prompt_tokens - priced.cached_tokens - max(0, free))

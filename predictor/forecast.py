@@ -31,9 +31,10 @@ class Forecast:
     exact_tokens: bool
     kind: Kind = UNSURE
     spread: Spread = UNKNOWN
+    load_s: float = 0.0  # to fetch what is cached elsewhere than on the device
 
     def __post_init__(self) -> None:
-        parts = (self.already_waited_s, self.wait_s, self.prefill_s, self.overhead_s)
+        parts = (self.already_waited_s, self.wait_s, self.prefill_s, self.load_s, self.overhead_s)
         assert min(parts) >= 0, f"a part of the forecast is negative: {self}"
         assert isclose(sum(parts), self.ttft_s, abs_tol=1e-6), f"the parts of the forecast do not add up: {self}"
 
@@ -51,7 +52,7 @@ class Forecast:
 
     def queue_wait_quantile_s(self, probability: float) -> float:
         """The queue wait that is not exceeded with this probability: all doubt is taken to be about the wait."""
-        return max(self.already_waited_s, self.quantile_s(probability) - self.prefill_s - self.overhead_s)
+        return max(self.already_waited_s, self.quantile_s(probability) - self.prefill_s - self.load_s - self.overhead_s)
 
     @property
     def low_s(self) -> float:
@@ -77,12 +78,14 @@ def forecast(
     exact_tokens: bool,
     calibration: Calibration | None = None,
     trusted: bool = True,
+    load_s: float = 0.0,
 ) -> Forecast:
     """Prices a newcomer on a worker's timeline: two bisections and a closed form.
 
     Its own prefill costs the same however it is cut into chunks, so it is added to the end of the step in which its
     last chunk fits; what is left after subtracting what it would take alone is the wait. Without a `calibration` the
-    interval is the widest guess; `trusted` is whether the worker's cache view is complete.
+    interval is the widest guess; `trusted` is whether the worker's cache view is complete. `load_s` is what fetching
+    the cached part takes that is not on the device.
     """
     uncached = prompt_tokens - cached_tokens
     own_s = cost.tokens_s(cached_tokens, prompt_tokens)
@@ -98,8 +101,9 @@ def forecast(
         already_waited_s=already_waited_s,
         wait_s=wait_s,
         prefill_s=prefill_s,
+        load_s=load_s,
         overhead_s=overhead_s,
-        ttft_s=already_waited_s + wait_s + prefill_s + overhead_s,
+        ttft_s=already_waited_s + wait_s + prefill_s + load_s + overhead_s,
         basis=basis,
         tokens_ahead=tokens_ahead,
         exact_tokens=exact_tokens,

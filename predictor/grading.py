@@ -40,7 +40,7 @@ def grade(forecast: Forecast, actual_ttft_s: float, bound_s: float | None, ttft_
     """
     kept = None
     if bound_s is not None:
-        kept = actual_ttft_s - forecast.prefill_s - forecast.overhead_s <= bound_s
+        kept = actual_ttft_s - forecast.prefill_s - forecast.load_s - forecast.overhead_s <= bound_s
     if ttft_bound_s is not None:
         kept = kept is not False and actual_ttft_s <= ttft_bound_s
     return Grade(forecast.ttft_s, actual_ttft_s, kept, forecast.low_s <= actual_ttft_s <= forecast.high_s)

@@ -111,7 +111,7 @@ class Hindsight:
 
 def review_shadow(request_id: str, refusal: Refusal, promised: Forecast, actual_ttft_s: float) -> Review:
     """Of a refusal that was not carried out, by what really came."""
-    wait_s = actual_ttft_s - promised.prefill_s - promised.overhead_s
+    wait_s = actual_ttft_s - promised.prefill_s - promised.load_s - promised.overhead_s
     allowed_s = refusal.allowed_wait_s
     if allowed_s is None:
         return Review(request_id, promised.worker, refusal.reason, False, Verdict.UNKNOWN, wait_s)

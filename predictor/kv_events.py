@@ -1,23 +1,27 @@
 """What engines say of their KV caches: one published payload to events, and sequence numbers to what they mean.
 
-vLLM, SGLang and TensorRT-LLM share one wire form: a msgpack array `[timestamp, events, rank]`. Up to vLLM 0.23 and
-SGLang 0.5.19 an event is an array `["BlockStored", ...]`, since then a map with a `type`; fields were only ever
-appended, so one list of names reads every version. What is unknown or malformed is skipped and counted, its siblings
-in the batch are kept.
+vLLM, SGLang and TensorRT-LLM share one wire form: a msgpack array `[timestamp, events, rank]`; offloading connectors
+and LMCache put their events on vLLM's stream. Up to vLLM 0.23 and SGLang 0.5.19 an event is an array
+`["BlockStored", ...]`, since then a map with a `type`; vLLM only ever appended fields, so one list of names reads every
+version of its arrays, and SGLang's are a beginning of it. What is unknown or malformed is skipped and counted, its
+siblings in the batch are kept.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
+import itertools
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from predictor.prompt import Tokens
+from predictor.prompt import MAX_BLOCK_SIZE, MAX_LOOKAHEAD, Tokens
 
 _STORED_FIELDS = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
@@ -26,11 +30,18 @@ _STORED_FIELDS = (
 )  # fmt: skip
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx", "locality", "ownership")
 # Groups whose stored blocks form the contiguous prefix that reuse needs; absent before vLLM 0.22.
-_PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+_PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+_OTHER_KINDS = frozenset({
+    "sliding_window", "sliding_window_mla", "mamba", "chunked_local_attention", "encoder_only_attention",
+    "cross_attention", "unknown",
+})  # fmt: skip
 _MASK = (1 << 64) - 1
+_NO_FIELDS: Mapping[str, object] = {}
 
 
 class Tier(enum.Enum):
+    """Where blocks are kept. Anything but the engine's own device costs time to load."""
+
     DEVICE = "device"
     HOST = "host"
     STORAGE = "storage"
@@ -54,10 +65,27 @@ class Stored:
     lora_name: str | None
     extra_keys: tuple[tuple[object, ...], ...] | None  # one entry a block; the adapter's name is not repeated in it
     group: int | None = None  # hybrid models cache each group of layers apart, under the same hashes
+    ahead: Tokens | None = None  # one row of look-ahead tokens a block, where they are part of its identity
+    pairs: bool = False  # told as pairs of neighbouring tokens
+
+    @property
+    def lookahead(self) -> int:
+        return 0 if self.ahead is None else int(self.ahead.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Blocks entered a tier, told by the names that the engine gave them when it stored them before."""
+
+    hashes: tuple[int, ...]
+    tier: Tier
+    group: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
+    """Blocks left a tier; neighbouring removals of a batch are told as one."""
+
     hashes: tuple[int, ...]
     tier: Tier
     group: int | None = None
@@ -68,7 +96,7 @@ class Cleared:
     """The engine dropped its whole prefix cache."""
 
 
-KvEvent = Stored | Removed | Cleared
+KvEvent = Stored | Named | Removed | Cleared
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +118,7 @@ class _Skip(Exception):
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """Reads one payload as published by vLLM 0.10-0.33 (both event forms).
+    """Reads one payload as published by vLLM 0.10-0.33, SGLang 0.5.2-0.5.23 or TensorRT-LLM (streaming).
 
     Raises MalformedBatch when nothing of it can be read.
     """
@@ -109,7 +137,21 @@ def decode_batch(payload: bytes) -> Batch:
             skipped[str(reason)] += 1
     timestamp = float(raw[0]) if isinstance(raw[0], (int, float)) else None
     rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
-    return Batch(timestamp, tuple(events), rank, skipped)
+    return Batch(timestamp, tuple(_with_removals_joined(events)), rank, skipped)
+
+
+def _with_removals_joined(events: list[KvEvent]) -> Iterator[KvEvent]:
+    """vLLM tells one evicted block an event, hundreds in a row: together they are taken in for a fraction."""
+    for place, run in itertools.groupby(events, _place_of_removal):
+        if place is None:
+            yield from run
+        else:
+            hashes = itertools.chain.from_iterable(event.hashes for event in run if isinstance(event, Removed))
+            yield Removed(tuple(hashes), *place)
+
+
+def _place_of_removal(event: KvEvent) -> tuple[Tier, int | None] | None:
+    return (event.tier, event.group) if isinstance(event, Removed) else None
 
 
 def _event(item: object) -> KvEvent:
@@ -117,8 +159,7 @@ def _event(item: object) -> KvEvent:
     if tag == "BlockStored":
         return _stored(fields)
     if tag == "BlockRemoved":
-        if not _is_prefix_group(fields):
-            raise _Skip("group")
+        _check_group(fields)
         return Removed(_hashes(fields.get("block_hashes")), _tier(fields.get("medium")), _group(fields))
     if tag == "AllBlocksCleared":
         return Cleared()
@@ -129,51 +170,120 @@ def _tag_and_fields(item: object) -> tuple[object, Mapping[str, object]]:
     if isinstance(item, dict):
         return item.get("type"), item
     if isinstance(item, list) and item:
-        names = _STORED_FIELDS if item[0] == "BlockStored" else _REMOVED_FIELDS
-        return item[0], dict(zip(names, item[1:], strict=False))
+        if item[0] == "BlockStored":
+            return item[0], dict(zip(_STORED_FIELDS, item[1:], strict=False))
+        if item[0] == "BlockRemoved":
+            return item[0], dict(zip(_REMOVED_FIELDS, item[1:], strict=False))
+        return item[0], _NO_FIELDS
     raise _Skip("malformed")
 
 
-def _stored(fields: Mapping[str, object]) -> Stored:
-    if not _is_prefix_group(fields):
-        raise _Skip("group")
+def _stored(fields: Mapping[str, object]) -> Stored | Named:
+    _check_group(fields)
     hashes = _hashes(fields.get("block_hashes"))
+    tier = _tier(fields.get("medium"))
+    group = _group(fields)
     block_size, token_ids = fields.get("block_size"), fields.get("token_ids")
+    if token_ids is None:
+        token_ids = []
     if not isinstance(block_size, int) or isinstance(block_size, bool) or not isinstance(token_ids, list):
         raise _Skip("malformed")
+    if not token_ids and hashes and tier is not Tier.DEVICE:
+        # Offloading connectors call a block what the device called it, and leave it at that.
+        return Named(hashes, tier, group)
     if not token_ids or block_size <= 0:
         raise _Skip("without_tokens")
+    if block_size > MAX_BLOCK_SIZE:
+        raise _Skip("block_size")
     if len(token_ids) != len(hashes) * block_size:
         # Masked groups leave hashes out, and then the position of each hash is not known (engines.md A.1).
         raise _Skip("masked")
-    try:
-        # Strict, where numpy would take fractions and the digits of strings for ids.
-        tokens = np.frombuffer(array("I", token_ids), dtype=np.uint32)
-    except (TypeError, OverflowError):
-        raise _Skip("token_form") from None
+    tokens, ahead = _tokens(token_ids, block_size)
+    pairs = ahead is not None
+    if ahead is None:
+        ahead = _lookahead(fields.get("lookahead_token_ids"), len(hashes))
     parent = fields.get("parent_block_hash")
+    if parent == 0 and tier is not Tier.DEVICE:
+        # What LMCache's in-process engine says of a chunk whose predecessor was not stored in the same call.
+        raise _Skip("broken_chain")
     lora_name = fields.get("lora_name")
     lora_name = lora_name if isinstance(lora_name, str) else None
     if lora_name is None and fields.get("lora_id") is not None:
         # Before vLLM 0.14 adapters are numbered, and no request tells its number.
         raise _Skip("unnamed_adapter")
+    extra_keys = _extra_keys(fields.get("extra_keys"), lora_name, len(hashes))
+    salt = fields.get("cache_salt")
+    if salt is not None:
+        # SGLang repeats it with every event, where vLLM has it in a prompt's first block only.
+        if not isinstance(salt, str) or extra_keys is not None:
+            raise _Skip("malformed")
+        if parent is None and salt:
+            extra_keys = ((salt,), *[()] * (len(hashes) - 1))
     return Stored(
         hashes=hashes,
         parent=None if parent is None else _hash(parent),
         tokens=tokens,
         block_size=block_size,
-        tier=_tier(fields.get("medium")),
+        tier=tier,
         lora_name=lora_name,
-        extra_keys=_extra_keys(fields.get("extra_keys"), lora_name, len(hashes)),
-        group=_group(fields),
+        extra_keys=extra_keys,
+        group=group,
+        ahead=ahead,
+        pairs=pairs,
     )
 
 
-def _is_prefix_group(fields: Mapping[str, object]) -> bool:
+def _tokens(token_ids: list[Any], block_size: int) -> tuple[Tokens, Tokens | None]:
+    """Token ids, and the look-ahead token of each block where the ids are pairs of neighbours (SGLang's EAGLE)."""
+    try:
+        # Strict, where numpy would take fractions and the digits of strings for ids.
+        return np.frombuffer(array("I", token_ids), dtype=np.uint32), None
+    except (TypeError, OverflowError):
+        pass
+    if isinstance(token_ids[0], list):
+        pairs = [pair for pair in token_ids if isinstance(pair, list) and len(pair) == 2]
+        if len(pairs) != len(token_ids):
+            raise _Skip("token_form")
+        ids, _ = _tokens([pair[0] for pair in pairs], block_size)
+        ahead, _ = _tokens([pair[1] for pair in pairs[block_size - 1 :: block_size]], 1)
+        return ids, ahead.reshape(-1, 1)
+    return np.array([_token(one) for one in token_ids], np.uint32), None
+
+
+def _token(one: object) -> int:
+    """An id; of what is none, multimodal items' own values, one that no vocabulary reaches."""
+    if isinstance(one, int) and 0 <= one <= 0xFFFFFFFF:
+        return int(one)
+    if isinstance(one, (int, str)):
+        digest = hashlib.blake2b(str(one).encode("utf-8", "surrogatepass"), digest_size=4).digest()
+        return int.from_bytes(digest, "big") | 0x80000000
+    raise _Skip("token_form")
+
+
+def _lookahead(raw: object, blocks: int) -> Tokens | None:
+    """vLLM 0.33: for each block the tokens behind it that its hash covers."""
+    if raw is None:
+        return None
+    if not isinstance(raw, list) or len(raw) != blocks:
+        raise _Skip("malformed")
+    rows = [row for row in raw if isinstance(row, list) and len(row) == len(raw[0])]
+    if len(rows) != len(raw) or not 0 < len(rows[0]) <= MAX_LOOKAHEAD:
+        # Blocks with and without in one event have no common rule.
+        if all(row is None or row == [] for row in raw):
+            return None
+        raise _Skip("lookahead_form")
+    return _tokens([token for row in rows for token in row], 1)[0].reshape(blocks, -1)
+
+
+def _check_group(fields: Mapping[str, object]) -> None:
     kind, group = fields.get("kv_cache_spec_kind"), fields.get("group_idx")
-    if isinstance(kind, str) or kind is None:
-        return kind in _PREFIX_KINDS and (group is None or isinstance(group, int))
-    return False
+    if kind is not None:
+        if not isinstance(kind, str):
+            raise _Skip("group")
+        if kind not in _PREFIX_KINDS:
+            raise _Skip(f"group_{kind}" if kind in _OTHER_KINDS else "group")
+    if group is not None and not isinstance(group, int):
+        raise _Skip("group")
 
 
 def _group(fields: Mapping[str, object]) -> int | None:
@@ -191,7 +301,11 @@ def _extra_keys(raw: object, lora_name: str | None, blocks: int) -> tuple[tuple[
         return None
     if not isinstance(raw, list) or len(raw) != blocks:
         raise _Skip("malformed")
-    keys = tuple(_block_keys(entry, lora_name) for entry in raw)
+    if not any(raw):
+        if all(entry is None or entry == [] for entry in raw):
+            return None
+        raise _Skip("malformed")
+    keys = tuple([_block_keys(entry, lora_name) for entry in raw])
     return keys if any(keys) else None
 
 
@@ -211,7 +325,11 @@ def _block_keys(entry: object, lora_name: str | None) -> tuple[object, ...]:
 def _hashes(raw: object) -> tuple[int, ...]:
     if not isinstance(raw, list):
         raise _Skip("malformed")
-    return tuple([_hash(value) for value in raw])
+    try:
+        array("Q", raw)
+    except (TypeError, OverflowError):
+        return tuple([_hash(value) for value in raw])
+    return tuple(raw)
 
 
 def _hash(value: object) -> int:

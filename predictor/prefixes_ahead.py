@@ -8,7 +8,8 @@ copies of one prompt sent at once, an engine computes one. Blocks of requests in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+
+from predictor.prompt import BlockHashes
 
 # Of many that begin alike, the newest are looked at: what they do not share with a newcomer, older ones hardly do.
 _LOOKED_AT = 8
@@ -18,16 +19,17 @@ class PrefixesAhead:
     """One worker's requests in flight, by the chained hashes of their blocks."""
 
     def __init__(self) -> None:
-        self._alike: dict[int, dict[str, Sequence[int]]] = {}  # first block's hash -> request -> all hashes
+        self._alike: dict[int, dict[str, BlockHashes]] = {}  # first block's hash -> request -> all hashes
         self._first: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._first)
 
-    def add(self, request_id: str, hashes: Sequence[int]) -> None:
-        if hashes:
-            self._first[request_id] = hashes[0]
-            self._alike.setdefault(hashes[0], {})[request_id] = hashes
+    def add(self, request_id: str, hashes: BlockHashes) -> None:
+        if len(hashes):
+            first = int(hashes[0])
+            self._first[request_id] = first
+            self._alike.setdefault(first, {})[request_id] = hashes
 
     def remove(self, request_id: str) -> None:
         first = self._first.pop(request_id, None)
@@ -37,15 +39,15 @@ class PrefixesAhead:
             if not alike:
                 del self._alike[first]
 
-    def run(self, hashes: Sequence[int], known: int) -> int:
+    def run(self, hashes: BlockHashes, known: int) -> int:
         """The number of leading blocks that are known to be cached (`known`) or on their way."""
-        if not hashes or hashes[0] not in self._alike:
+        alike = self._alike.get(int(hashes[0])) if len(hashes) else None
+        if alike is None:
             return known
-        alike = self._alike[hashes[0]]
         return max(known, *(_shared(hashes, other) for other in itertools.islice(reversed(alike.values()), _LOOKED_AT)))
 
 
-def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+def _shared(left: BlockHashes, right: BlockHashes) -> int:
     """How many leading blocks are equal; hashes are chained, so where two are equal, all before them are."""
     low, high = 0, min(len(left), len(right))
     while low < high:

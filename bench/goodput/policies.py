@@ -17,7 +17,7 @@ from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.hindsight import Verdict
 from predictor.kv_events import decode_batch
-from predictor.prompt import BlockHasher, Namespace, Prompt, as_tokens
+from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt, as_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Headway(Policy):
     ) -> None:
         rng = np.random.default_rng(seed)
         self._hasher = BlockHasher(rng)
-        self._block = limits.block_size
+        self._family = HashFamily(limits.block_size)
         self.fleet = Fleet([policy or PoolPolicy("m")], self._hasher, rng)
         self.refusals: dict[int, Refusal] = {}
         self._alarms, self._kept = Counter[Verdict](), Counter[bool]()
@@ -109,8 +109,8 @@ class Headway(Policy):
             self.fleet.join("m", WorkerSpec(worker, f"{worker}:8000", settings))
 
     def choose(self, number: int, ask: Ask, now_s: float) -> str | None:
-        hashes = self._hasher.prompt_hashes(as_tokens(ask.tokens), self._block, Namespace())
-        prompt = Prompt(len(ask.tokens), True, {self._block: hashes})
+        hashes = self._hasher.prompt_hashes(as_tokens(ask.tokens), self._family, Namespace())
+        prompt = Prompt(len(ask.tokens), True, {self._family: hashes})
         decision = self.fleet.place("m", prompt, Wish(str(number), now_s, max_queue_wait_s=ask.bound_s), now_s)
         if isinstance(decision, Refusal):
             self.refusals[number] = decision

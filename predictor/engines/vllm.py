@@ -1,13 +1,14 @@
-"""vLLM V1: its reuse rule and its step rule, for one full-attention group, first come first served, synchronous.
+"""vLLM V1: its step rule, for one full-attention group, fcfs, synchronous. What it reuses is in `reuse`.
 
-Mirrors `vllm/v1/core/kv_cache_manager.py` (get_computed_blocks) and `vllm/v1/core/sched/scheduler.py` (schedule) as
-read in vLLM 0.32.0.
+Mirrors `vllm/v1/core/sched/scheduler.py` (schedule) as read in vLLM 0.32.0.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+
+from predictor.engines import reuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +83,8 @@ class Step:
 
 
 def reusable_tokens(run_blocks: int, block_size: int, prompt_tokens: int) -> int:
-    """Tokens that need no prefill, of a prompt whose first `run_blocks` blocks are cached.
-
-    The last token is always computed, and reuse ends at a block's end: a fully cached prompt whose length is a
-    multiple of the block size loses its whole last block.
-    """
-    reusable = min(run_blocks * block_size, prompt_tokens - 1)
-    return max(0, reusable // block_size * block_size)
+    """Tokens that need no prefill, of a prompt whose first `run_blocks` blocks are cached; see `reuse.ReuseRule`."""
+    return reuse.vllm().reusable_tokens(run_blocks * block_size, block_size, prompt_tokens)
 
 
 def room_beside(decodes: int, settings: Settings) -> int:

@@ -136,7 +136,7 @@ class Mirror:
         raw = json.dumps(body).encode()
         received_s = time.monotonic()
         request = _APIS[path].read(raw)
-        read = await self._reader.read(self._text, request, self.fleet.block_sizes(POOL))
+        read = await self._reader.read(self._text, request, self.fleet.hash_families(POOL))
         assert read.estimated is None, f"not tokenized: {read.estimated}"
         ticket_id = f"t{next(self._ids)}"
         wish = Wish(ticket_id, received_s, max_tokens=request.max_tokens)

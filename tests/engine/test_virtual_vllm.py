@@ -58,7 +58,7 @@ def test_of_a_hybrid_model_the_full_attention_group_is_an_upper_bound(
     engine = replace(PLAIN, groups=("full", other), num_blocks=1200, shape=Shape(requests=10_000))
     verdict = _follow(_sized(engine, request))
     assert verdict.under == 0, str(verdict)
-    assert verdict.skipped["group"] > 0
+    assert any(reason.startswith("group_") for reason in verdict.skipped), str(verdict)
 
 
 def _is_exact(verdict: Verdict) -> None:

@@ -22,7 +22,7 @@ from predictor.cache_index import CacheIndex
 from predictor.engines.vllm import reusable_tokens
 from predictor.kv_events import decode_batch
 from predictor.prefixes_ahead import PrefixesAhead
-from predictor.prompt import BlockHasher, Namespace, as_tokens
+from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, as_tokens
 from tests.engine.harness import HERE, EngineFault, engine_home
 from tests.engine.workload import Shape
 
@@ -75,7 +75,7 @@ def _records(command: list[str], environment: dict[str, str]) -> Iterator[list[A
 
 @dataclass(slots=True)
 class _Asked:
-    hashes: list[int]
+    hashes: BlockHashes
     reads_cache: bool
 
 
@@ -121,7 +121,7 @@ class Observer:
         self.block_size = block_size
         self._reuse = reuse
         self.hasher = BlockHasher(np.random.default_rng(1))
-        self.index = CacheIndex(self.hasher, block_size)
+        self.index = CacheIndex(self.hasher, HashFamily(block_size))
         self.index.add(WORKER, capacity_blocks)
         self.ahead = PrefixesAhead()
         self.verdict = Verdict()
@@ -155,7 +155,7 @@ class Observer:
 
     def _came(self, name: str, raw: bytes, salt: str | None, adapter: str | None, reads_cache: bool) -> None:
         tokens = as_tokens(np.frombuffer(raw, np.uint32))
-        hashes = self.hasher.prompt_hashes(tokens, self.block_size, Namespace(adapter, salt))
+        hashes = self.hasher.prompt_hashes(tokens, HashFamily(self.block_size), Namespace(adapter, salt))
         asked = self._asked[name] = _Asked(hashes, reads_cache)
         self._at_arrival[name] = self.credit(asked, len(tokens))
         self.verdict.asked += 1

@@ -16,7 +16,7 @@ from predictor.backtest import Backtest
 from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, Grant, NoWorker, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.kv_events import decode_batch
-from predictor.prompt import BlockHasher, Namespace, Prompt
+from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt
 from predictor.recording import (
     EndRecord,
     FirstTokenRecord,
@@ -64,7 +64,7 @@ def watched(seen: list[Record], path: Path, keep_tokens: bool, lost: list[str]) 
                 fleet.apply(record.worker, decode_batch(raw))
             case RequestRecord(tokens=str() as text):
                 tokens = decode_tokens(text)
-                hashes = {16: hasher.prompt_hashes(tokens, 16, Namespace())}
+                hashes = {HashFamily(16): hasher.prompt_hashes(tokens, HashFamily(16), Namespace())}
                 prompt = Prompt(len(tokens), True, hashes, tokens if keep_tokens else None)
                 wish = Wish(record.id, clock(), subset=frozenset([record.worker]))
                 decision = fleet.place("m", prompt, wish, clock())
@@ -147,7 +147,7 @@ def test_refusals_are_written_and_a_pool_without_workers_is_not(tmp_path: Path) 
     rng = np.random.default_rng(1)
     fleet = Fleet([PoolPolicy("m")], BlockHasher(rng), rng)
     recorder = Recorder(open_recording(tmp_path / "a"), ManualClock(), BlockHasher(rng), lambda _: None)
-    prompt = Prompt(100, True, {16: [1, 2]})
+    prompt = Prompt(100, True, {HashFamily(16): np.array([1, 2], np.uint64)})
     wish = Wish("r1", 0.0, max_queue_wait_s=5.0, max_tokens=64)
     nobody = fleet.place("m", prompt, wish, 0.0)
     assert isinstance(nobody, NoWorker)

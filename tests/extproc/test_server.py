@@ -134,7 +134,7 @@ BREAKS: dict[str, Callable[[Filter, pytest.MonkeyPatch], None]] = {
     "read": lambda filter_, patch: patch.setattr(wire, "read", broken),
     "decide": lambda filter_, patch: patch.setattr(filter_.judge, "decide", broken),
     "wish": lambda filter_, patch: patch.setattr(judge_module, "read_wishes", broken),
-    "block sizes": lambda filter_, patch: patch.setattr(filter_.fleet, "block_sizes", broken),
+    "block sizes": lambda filter_, patch: patch.setattr(filter_.fleet, "hash_families", broken),
     "tokenize": lambda filter_, patch: patch.setattr(filter_.reader, "_make", broken),
     "place": lambda filter_, patch: patch.setattr(filter_.fleet, "place", broken),
     "report": lambda filter_, patch: patch.setattr(filter_.judge, "_report", broken),

@@ -30,7 +30,7 @@ from predictor.fleet import (
 from predictor.grading import CacheVerdict
 from predictor.kv_events import Batch, Stored, Tier
 from predictor.prefill_cost import Basis, LearningPolicy
-from predictor.prompt import BlockHasher, Namespace, Prompt, as_tokens
+from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt, as_tokens
 from predictor.routing import Why
 
 POLICY = PoolPolicy("m", default_output_tokens=50)
@@ -437,7 +437,7 @@ def test_other_settings_throw_away_what_was_learned_and_keep_the_tickets() -> No
     assert bench.views()["w0"]["cost"]["basis"] == "curve"
     assert bench.fleet.configure("w0", Settings(block_size=32, max_num_batched_tokens=1024)) is True
     assert (bench.views()["w0"]["cost"]["basis"], bench.views()["w0"]["cost"]["samples"]) == ("default", 0)
-    assert bench.fleet.block_sizes("m") == {32}
+    assert bench.fleet.hash_families("m") == {HashFamily(32)}
     assert bench.fleet.in_flight == 1
     assert bench.fleet.finish(ticket.id, Usage(), now_s + 1) is not None
 
@@ -460,7 +460,7 @@ def stored(bench: Bench, worker: str, tokens: list[int]) -> Prompt:
     event = Stored(hashes, None, as_tokens(tokens), 16, Tier.DEVICE, None, None)
     bench.fleet.apply(worker, Batch(None, (event,), 0))
     ids = as_tokens([*tokens, *range(8)])
-    return Prompt(len(ids), True, {16: bench.hasher.prompt_hashes(ids, 16, Namespace())})
+    return Prompt(len(ids), True, {HashFamily(16): bench.hasher.prompt_hashes(ids, HashFamily(16), Namespace())})
 
 
 @pytest.mark.parametrize(

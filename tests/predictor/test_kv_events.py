@@ -18,6 +18,7 @@ from predictor.kv_events import (
     FeedCursor,
     KvEvent,
     MalformedBatch,
+    Named,
     Removed,
     Stored,
     Tier,
@@ -67,7 +68,10 @@ def comparable(event: KvEvent) -> tuple[object, ...]:
     match event:
         case Stored():
             fields = (event.hashes, event.parent, event.block_size, event.tier, event.lora_name, event.extra_keys)
-            return ("stored", event.tokens.tolist(), *fields, event.group)
+            ahead = () if event.ahead is None else (event.ahead.tolist(),)
+            return ("stored", event.tokens.tolist(), *fields, event.group, *ahead)
+        case Named():
+            return ("named", event.hashes, event.tier, event.group)
         case Removed():
             return ("removed", event.hashes, event.tier, event.group)
         case Cleared():
@@ -113,7 +117,8 @@ def test_removals_of_every_length_and_form_say_the_same(fields: int) -> None:
 
 
 def test_a_batch_carries_time_and_rank_and_keeps_the_order_of_its_events() -> None:
-    batch = decode(as_map(), ["BlockRemoved", [6]], {"type": "AllBlocksCleared"}, ["AllBlocksCleared"], as_array())
+    cleared = {"type": "AllBlocksCleared"}, ["AllBlocksCleared"]
+    batch = decode(as_map(), ["BlockRemoved", [6]], *cleared, as_array())
     assert (batch.timestamp_s, batch.rank, batch.skipped) == (12.5, 3, {})
     assert [comparable(event)[0] for event in batch.events] == ["stored", "removed", "cleared", "cleared", "stored"]
 
@@ -189,16 +194,20 @@ SKIPPED: list[tuple[Any, str]] = [
     (["BlockRemoved", 5], "malformed"),
     (["BlockRemoved", ["5"]], "malformed"),
     (["BlockRemoved", [5], "TAPE"], "unknown_medium"),
-    ({"type": "BlockRemoved", "block_hashes": [5], "kv_cache_spec_kind": "mamba"}, "group"),
+    ({"type": "BlockRemoved", "block_hashes": [5], "kv_cache_spec_kind": "mamba"}, "group_mamba"),
+    ({"type": "BlockRemoved", "block_hashes": [5], "kv_cache_spec_kind": "perceiver"}, "group"),
     (as_map(medium="TAPE"), "unknown_medium"),
     (as_map(medium=5), "unknown_medium"),
-    (as_map(kv_cache_spec_kind="sliding_window"), "group"),
-    (as_map(kv_cache_spec_kind="mamba", block_hashes=[], extra_keys=[]), "group"),
+    (as_map(kv_cache_spec_kind="sliding_window"), "group_sliding_window"),
+    (as_map(kv_cache_spec_kind="mamba", block_hashes=[], extra_keys=[]), "group_mamba"),
     (as_map(kv_cache_spec_kind=5), "group"),
     (as_map(group_idx="0"), "group"),
-    (as_array(kv_cache_spec_kind="chunked_local_attention"), "group"),
-    # What an offloading connector says of another medium, without telling what is in it.
-    (as_map(token_ids=[], block_size=0, parent_block_hash=None, block_hashes=[6], medium="CPU"), "without_tokens"),
+    (as_array(kv_cache_spec_kind="chunked_local_attention"), "group_chunked_local_attention"),
+    (as_map(token_ids=[], block_size=0, block_hashes=[], medium="CPU"), "without_tokens"),
+    (as_map(token_ids=None), "without_tokens"),
+    (as_map(token_ids=[1] * 2 * 8192, block_size=8192), "block_size"),
+    # LMCache's in-process engine: the chunk before it was not stored in the same call.
+    (as_map(parent_block_hash=0, medium="cpu"), "broken_chain"),
     (as_map(token_ids=[]), "without_tokens"),
     (as_map(block_size=-2), "without_tokens"),
     # Masked groups: the tokens span the run, the hashes have holes.
@@ -212,14 +221,21 @@ SKIPPED: list[tuple[Any, str]] = [
     (as_map(block_hashes=[1, None]), "malformed"),
     (as_map(block_hashes=[1, "2"]), "malformed"),
     (as_map(parent_block_hash="4"), "malformed"),
-    # SGLang's bigrams and TensorRT-LLM's multimodal tokens; numpy would take the digits of a string for an id.
-    (as_map(token_ids=[[1, 2], [2, 3], [3, 4], [4, 5]]), "token_form"),
-    (as_map(token_ids=[1, 2, 3, "12"]), "token_form"),
-    (as_map(token_ids=["1", "2", "3", "4"]), "token_form"),
+    (as_map(token_ids=[[1, 2], [2, 3], [3, 4], 4]), "token_form"),
+    (as_map(token_ids=[[1, 2], [2, 3], [3, 4], [4, 5, 6]]), "token_form"),
+    (as_map(token_ids=[[1.5, 2], [2, 3], [3, 4], [4, 5]]), "token_form"),
+    (as_map(token_ids=[[[1], 2], [2, 3], [3, 4], [4, 5]]), "token_form"),
     (as_map(token_ids=[1.0, 2, 3, 4]), "token_form"),
     (as_map(token_ids=[1, 2, 3, None]), "token_form"),
-    (as_map(token_ids=[1, 2, 3, -1]), "token_form"),
-    (as_map(token_ids=[1, 2, 3, 2**32]), "token_form"),
+    (as_map(lookahead_token_ids=5), "malformed"),
+    (as_map(lookahead_token_ids=[[5]]), "malformed"),
+    (as_map(lookahead_token_ids=[[5], None]), "lookahead_form"),
+    (as_map(lookahead_token_ids=[[5], [6, 7]]), "lookahead_form"),
+    (as_map(lookahead_token_ids=[[5], ["x", 0.5]]), "lookahead_form"),
+    (as_map(lookahead_token_ids=[[5], [0.5]]), "token_form"),
+    (as_map(lookahead_token_ids=[[5] * 100] * 2), "lookahead_form"),
+    (as_map(cache_salt=5, extra_keys=None), "malformed"),
+    (as_map(cache_salt="s", extra_keys=[["t"], None]), "malformed"),
     (as_map(lora_id=3), "unnamed_adapter"),
     (as_array(6, lora_id=3), "unnamed_adapter"),
     # What else is in a block's identity is not known: without it the block would pass for another.
@@ -230,6 +246,7 @@ SKIPPED: list[tuple[Any, str]] = [
     (as_map(extra_keys=[[{"salt": 1}], None]), "malformed"),
     (as_map(extra_keys=[[None], None]), "malformed"),
     (as_map(extra_keys=[[["image", [1]]], None]), "malformed"),
+    (as_map(extra_keys=[0, None]), "malformed"),
 ]
 
 
@@ -335,14 +352,23 @@ def test_whatever_stands_in_a_batch_each_event_is_read_or_counted(
 ) -> None:
     payload = msgspec.msgpack.encode([timestamp, events, rank])
     batch = decode_batch(payload)
-    assert len(batch.events) + sum(batch.skipped.values()) == len(events)
+    # Neighbouring removals are told as one.
+    others = sum(not isinstance(event, Removed) for event in batch.events)
+    assert len(batch.events) + sum(batch.skipped.values()) <= len(events)
+    assert others == len(events) - sum(batch.skipped.values()) - sum(map(is_removal, events))
     for event in batch.events:
         if isinstance(event, Stored):
             assert len(event.tokens) == len(event.hashes) * event.block_size > 0
             assert event.extra_keys is None or len(event.extra_keys) == len(event.hashes)
             hash(event.extra_keys)  # the index looks digests up by them
+            assert event.ahead is None or event.ahead.shape == (len(event.hashes), event.lookahead)
         if not isinstance(event, Cleared):
             assert all(0 <= one < 2**64 for one in event.hashes)
+
+
+def is_removal(event: object) -> bool:
+    (decoded,) = decode(event).events or (None,)
+    return isinstance(decoded, Removed)
 
 
 @given(values)
@@ -367,6 +393,100 @@ def test_a_batch_damaged_anywhere_is_read_or_malformed(payload: bytes, damages: 
         payload = payload[:at] + replacement + payload[at + 1 :]
     with contextlib.suppress(MalformedBatch):
         decode_batch(payload)
+
+
+# Captured from SGLang 0.5.19 (arrays of full length) and 0.5.23 (maps), shapes as in engines.md A.2.
+def sglang_map(**changes: object) -> dict[str, object]:
+    fields = {"block_hashes": [-5, 6], "parent_block_hash": -4, "token_ids": [1, 2, 3, 4], "block_size": 2}
+    return {"type": "BlockStored", **fields, "lora_id": None, "medium": "GPU", **changes}
+
+
+def test_sglang_says_the_same_in_arrays_and_maps_with_signed_hashes() -> None:
+    array_form = ["BlockStored", [-5, 6], -4, [1, 2, 3, 4], 2, None, "GPU"]
+    for event in (sglang_map(), array_form, array_form[:6], array_form[:5]):
+        one = stored(decode(event))
+        assert (one.hashes, one.parent) == ((2**64 - 5, 6), 2**64 - 4)
+        assert (one.tokens.tolist(), one.block_size, one.tier, one.lookahead) == ([1, 2, 3, 4], 2, Tier.DEVICE, 0)
+    removal = ["BlockRemoved", [-5], "CPU_PINNED"]
+    assert decode(removal).events == (Removed((2**64 - 5,), Tier.HOST),)
+
+
+def test_sglang_repeats_the_salt_with_every_event_and_it_is_in_a_prompts_first_block_only() -> None:
+    first = stored(decode(sglang_map(parent_block_hash=None, cache_salt="s", session_id="x")))
+    later = stored(decode(sglang_map(cache_salt="s")))
+    assert (first.extra_keys, later.extra_keys) == ((("s",), ()), None)
+    assert stored(decode(sglang_map(parent_block_hash=None, cache_salt=None))).extra_keys is None
+    assert stored(decode(sglang_map(parent_block_hash=None, cache_salt=""))).extra_keys is None
+    assert stored(decode(sglang_map(lora_name="ada"))).lora_name == "ada"
+
+
+def test_pairs_of_neighbours_are_tokens_and_one_token_of_look_ahead_a_block() -> None:
+    event = stored(decode(sglang_map(token_ids=[[1, 2], [2, 3], [3, 4], [4, 5]])))
+    assert (event.tokens.tolist(), event.lookahead, event.pairs) == ([1, 2, 3, 4], 1, True)
+    assert event.ahead is not None
+    assert event.ahead.tolist() == [[3], [5]]
+    by_one = stored(decode(sglang_map(token_ids=[[1, 2], [2, 9]], block_size=1)))
+    assert by_one.ahead is not None
+    assert (by_one.tokens.tolist(), by_one.ahead.tolist()) == ([1, 2], [[2], [9]])
+
+
+def test_look_ahead_tokens_of_vllm_are_one_row_a_block() -> None:
+    event = stored(decode(as_map(lookahead_token_ids=[[3, 4], [5, 6]])))
+    assert event.ahead is not None
+    assert (event.ahead.tolist(), event.lookahead, event.pairs) == ([[3, 4], [5, 6]], 2, False)
+    nothings: list[object] = [None, [None, None], [[], []]]
+    for nothing in nothings:
+        assert stored(decode(as_map(lookahead_token_ids=nothing))).ahead is None
+
+
+@pytest.mark.parametrize("one", [-1, 2**32, 2**63, "image:3", ""])
+def test_a_multimodal_items_own_value_stands_for_an_id_that_no_vocabulary_reaches(one: object) -> None:
+    tokens = stored(decode(as_map(token_ids=[1, 2, 3, one]))).tokens.tolist()
+    assert tokens[:3] == [1, 2, 3]
+    assert 2**31 <= tokens[3] < 2**32
+    assert tokens == stored(decode(as_map(token_ids=[1, 2, 3, one]))).tokens.tolist()
+    assert tokens != stored(decode(as_map(token_ids=[1, 2, 3, "another"]))).tokens.tolist()
+
+
+@pytest.mark.parametrize("changes", [{"block_size": 0}, {"block_size": 16}, {"token_ids": None}, {"block_size": 256}])
+@pytest.mark.parametrize("medium", ["CPU", "cpu", "STORAGE"])
+def test_blocks_of_another_medium_without_tokens_are_known_by_their_names(
+    medium: str, changes: dict[str, object]
+) -> None:
+    event = as_map(token_ids=[], parent_block_hash=None, block_hashes=[6, HIGH], medium=medium, extra_keys=None)
+    (named,) = decode(event | changes).events
+    assert named == Named((6, HIGH), Tier.STORAGE if medium == "STORAGE" else Tier.HOST, 0)
+
+
+def test_a_chunk_of_lmcache_is_a_block_of_its_own_size() -> None:
+    chunk = as_map(
+        block_hashes=[b"\x01" * 32], parent_block_hash=None, token_ids=list(range(256)), block_size=256, medium="cpu",
+        extra_keys=None, group_idx=None, kv_cache_spec_kind=None,
+    )  # fmt: skip
+    event = stored(decode(chunk))
+    assert (event.block_size, event.tier, len(event.tokens)) == (256, Tier.HOST, 256)
+    assert event.hashes == (int.from_bytes(b"\x01" * 8, "big"),)
+    # The first chunk of a prompt has no parent; a hash that only ends in zeros is one.
+    assert stored(decode(chunk | {"parent_block_hash": 1 << 32})).parent == 1 << 32
+    assert stored(decode(as_map(parent_block_hash=0))).parent == 0
+
+
+def test_a_store_of_tensorrt_llm_is_read_with_the_strings_of_its_multimodal_tokens() -> None:
+    event = as_map(mm_keys=[{"hash": "ab", "start": 1}], token_ids=[1, "mm-ab-0", "mm-ab-1", 4], extra_keys=None)
+    assert len(stored(decode(event)).tokens) == 4
+
+
+def test_neighbouring_removals_are_told_as_one_and_others_stay_where_they_are() -> None:
+    gone = [{"type": "BlockRemoved", "block_hashes": [number], "medium": "GPU"} for number in (1, 2, 3)]
+    batch = decode(*gone, as_map(), gone[0], gone[1] | {"medium": "CPU"}, gone[2] | {"group_idx": 1}, *gone[:2])
+    assert [event for event in batch.events if isinstance(event, Removed)] == [
+        Removed((1, 2, 3), Tier.DEVICE),
+        Removed((1,), Tier.DEVICE),
+        Removed((2,), Tier.HOST),
+        Removed((3,), Tier.DEVICE, 1),
+        Removed((1, 2), Tier.DEVICE),
+    ]
+    assert [isinstance(event, Stored) for event in batch.events].index(True) == 1
 
 
 def judge_and_apply(cursor: FeedCursor, *seqs: int) -> list[Arrival]:

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from predictor.admission import RetryPolicy
 from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.prefixes_ahead import PrefixesAhead
-from predictor.prompt import BlockHasher, Namespace, Prompt, as_tokens
+from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, Prompt, as_tokens
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=6)
 
 
-def chained(blocks: list[int]) -> list[int]:
+def chained(blocks: list[int]) -> BlockHashes:
     """Stand-ins for chained hashes: equal exactly where everything up to there is."""
-    return [hash(tuple(blocks[: end + 1])) for end in range(len(blocks))]
+    return np.array([hash(tuple(blocks[: end + 1])) % 2**64 for end in range(len(blocks))], np.uint64)
 
 
 def shared_beginning(left: list[int], right: list[int]) -> int:
@@ -39,7 +39,7 @@ def test_the_longest_shared_beginning_counts(ahead: list[list[int]], newcomer: l
 
 def test_one_that_was_never_added_can_be_removed() -> None:
     prefixes = PrefixesAhead()
-    prefixes.add("short", [])
+    prefixes.add("short", chained([]))
     prefixes.remove("short")
     prefixes.remove("unknown")
     assert len(prefixes) == 0
@@ -59,7 +59,8 @@ def test_hundreds_of_copies_of_one_prompt_at_once_are_not_refused() -> None:
         fleet.first_token(taught.ticket.id, None, now_s)
         fleet.finish(taught.ticket.id, Usage(tokens, 0, 1), now_s)
     ids = as_tokens(range(855))
-    prompt = Prompt(len(ids), True, {16: hasher.prompt_hashes(ids, 16, Namespace())})
+    family = HashFamily(16)
+    prompt = Prompt(len(ids), True, {family: hasher.prompt_hashes(ids, family, Namespace())})
     decisions = [fleet.place("m", prompt, Wish(f"c{n}", now_s, max_queue_wait_s=5.0), now_s) for n in range(200)]
     assert all(isinstance(decision, Grant) for decision in decisions)
     first, *others = [decision.ticket.forecast for decision in decisions if isinstance(decision, Grant)]

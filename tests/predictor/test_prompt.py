@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor import prompt as prompt_module
-from predictor.prompt import BlockHasher, BlockHashes, Namespace, Prompt, Tokens, as_tokens
+from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, Prompt, Tokens, as_tokens
 
 BLOCK_SIZES = [1, 2, 3, 5, 16, 17, 64, 513, 1024]
 PLAIN = Namespace()
@@ -24,6 +24,11 @@ ids = st.integers(0, 2**32 - 1)
 
 def hasher(seed: int = 1) -> BlockHasher:
     return BlockHasher(np.random.default_rng(seed))
+
+
+def listed(hashes: BlockHasher, tokens: Tokens, block_size: int, namespace: Namespace) -> list[int]:
+    told: list[int] = hashes.prompt_hashes(tokens, HashFamily(block_size), namespace).tolist()
+    return told
 
 
 def random_tokens(source: random.Random, count: int, vocabulary: int = 152_000) -> Tokens:
@@ -45,7 +50,7 @@ def test_a_prompt_told_in_pieces_has_the_hashes_of_the_prompt_told_at_once(
     for first, last in itertools.pairwise(borders):
         parent = told[-1] if told else hashes.root
         told += hashes.chain(parent, tokens[first * block_size : last * block_size], block_size).tolist()
-    assert told == hashes.prompt_hashes(tokens, block_size, PLAIN)
+    assert told == listed(hashes, tokens, block_size, PLAIN)
     assert len(told) == len(tokens) // block_size
 
 
@@ -53,10 +58,10 @@ def test_a_prompt_told_in_pieces_has_the_hashes_of_the_prompt_told_at_once(
 def test_hashes_count_full_blocks_only(block_size: int) -> None:
     hashes = hasher()
     tokens = as_tokens(range(3 * block_size))
-    whole = hashes.prompt_hashes(tokens, block_size, PLAIN)
+    whole = listed(hashes, tokens, block_size, PLAIN)
     assert len(whole) == 3
-    assert hashes.prompt_hashes(tokens[:-1], block_size, PLAIN) == whole[: (3 * block_size - 1) // block_size]
-    assert hashes.prompt_hashes(tokens[:0], block_size, PLAIN) == []
+    assert listed(hashes, tokens[:-1], block_size, PLAIN) == whole[: (3 * block_size - 1) // block_size]
+    assert listed(hashes, tokens[:0], block_size, PLAIN) == []
     assert all(0 <= one < 2**64 for one in whole)
 
 
@@ -65,14 +70,14 @@ def test_one_changed_token_changes_its_block_and_every_later_one(block_size: int
     source = random.Random(block_size)
     hashes = hasher()
     tokens = random_tokens(source, 6 * block_size)
-    before = hashes.prompt_hashes(tokens, block_size, PLAIN)
+    before = listed(hashes, tokens, block_size, PLAIN)
     seen = set(before)
     positions = range(len(tokens)) if block_size < 100 else source.sample(range(len(tokens)), 200)
     for position in positions:
         for change in (1, 1 << 16, 1 << 31):
             edited = tokens.copy()
             edited[position] ^= change
-            after = hashes.prompt_hashes(edited, block_size, PLAIN)
+            after = listed(hashes, edited, block_size, PLAIN)
             untouched = position // block_size
             assert after[:untouched] == before[:untouched]
             assert seen.isdisjoint(after[untouched:]), (position, change)
@@ -84,18 +89,18 @@ def test_two_swapped_tokens_or_blocks_are_another_prompt(block_size: int) -> Non
     source = random.Random(block_size)
     hashes = hasher()
     tokens = as_tokens(source.sample(range(152_000), 8 * block_size))
-    seen = set(hashes.prompt_hashes(tokens, block_size, PLAIN)[-1:])
+    seen = set(listed(hashes, tokens, block_size, PLAIN)[-1:])
     swaps = [(source.randrange(len(tokens)), source.randrange(len(tokens))) for _ in range(300)]
     distinct = {tuple(sorted(swap)) for swap in swaps if swap[0] != swap[1]}
     for left, right in distinct:
         swapped = tokens.copy()
         swapped[[left, right]] = swapped[[right, left]]
-        seen.update(hashes.prompt_hashes(swapped, block_size, PLAIN)[-1:])
+        seen.update(listed(hashes, swapped, block_size, PLAIN)[-1:])
     assert len(seen) == 1 + len(distinct)
 
     orders = {tuple(source.sample(range(8), 8)) for _ in range(200)} | {tuple(range(8))}
     blocks = tokens.reshape(8, block_size)
-    ends = {hashes.prompt_hashes(blocks[list(order)].reshape(-1), block_size, PLAIN)[-1] for order in orders}
+    ends = {listed(hashes, blocks[list(order)].reshape(-1), block_size, PLAIN)[-1] for order in orders}
     assert len(ends) == len(orders)
 
 
@@ -118,12 +123,12 @@ def test_hundreds_of_thousands_of_prefixes_do_not_collide(block_size: int) -> No
 def test_block_sizes_parents_and_seeds_tell_hashes_apart() -> None:
     tokens = as_tokens(range(960))
     one = hasher(1)
-    by_size = {size: one.prompt_hashes(tokens, size, PLAIN) for size in (1, 2, 4, 8, 16, 32)}
+    by_size = {size: listed(one, tokens, size, PLAIN) for size in (1, 2, 4, 8, 16, 32)}
     assert len({value for chain in by_size.values() for value in chain}) == sum(map(len, by_size.values()))
-    assert one.prompt_hashes(as_tokens([5]), 1, PLAIN) != one.prompt_hashes(as_tokens([5, 0]), 2, PLAIN)
+    assert listed(one, as_tokens([5]), 1, PLAIN) != listed(one, as_tokens([5, 0]), 2, PLAIN)
     assert one.chain(7, tokens, 16).tolist() != one.chain(8, tokens, 16).tolist()
-    assert hasher(1).prompt_hashes(tokens, 16, PLAIN) == by_size[16]
-    assert set(hasher(2).prompt_hashes(tokens, 16, PLAIN)).isdisjoint(by_size[16])
+    assert listed(hasher(1), tokens, 16, PLAIN) == by_size[16]
+    assert set(listed(hasher(2), tokens, 16, PLAIN)).isdisjoint(by_size[16])
 
 
 def test_the_same_tokens_under_another_salt_or_adapter_share_nothing() -> None:
@@ -131,9 +136,9 @@ def test_the_same_tokens_under_another_salt_or_adapter_share_nothing() -> None:
     tokens = as_tokens(range(64))
     names = (None, "a", "b", "", "ab")
     spaces = [Namespace(lora, salt) for lora in names for salt in names]
-    chains = [hashes.prompt_hashes(tokens, 16, space) for space in spaces]
+    chains = [listed(hashes, tokens, 16, space) for space in spaces]
     assert len({value for chain in chains for value in chain}) == 4 * len(spaces)
-    assert chains == [hasher().prompt_hashes(tokens, 16, space) for space in spaces]
+    assert chains == [listed(hasher(), tokens, 16, space) for space in spaces]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +164,7 @@ def test_an_engine_that_tells_salt_and_adapter_block_by_block_arrives_at_the_pro
         extras: BlockHashes | None = np.array(digests, np.uint64) if any(digests) else None
         parent = told[-1] if told else hashes.root
         told += hashes.chain(parent, tokens[first * 16 : last * 16], 16, extras).tolist()
-    assert told == hashes.prompt_hashes(tokens, 16, namespace)
+    assert told == listed(hashes, tokens, 16, namespace)
 
 
 def test_a_digest_is_zero_only_for_nothing_and_survives_that_the_memory_of_them_is_full() -> None:

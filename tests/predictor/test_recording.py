@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from predictor.kv_events import Cleared, Removed, Stored, Tier
-from predictor.prompt import BlockHasher, Namespace, as_tokens
+from predictor.prompt import BlockHasher, HashFamily, Namespace, as_tokens
 from predictor.recording import (
     BadRecording,
     EndRecord,
@@ -241,8 +241,9 @@ def test_prompts_share_as_many_stand_in_blocks_as_real_ones(prompts: list[list[i
         )
 
     ours, theirs = BlockHasher(np.random.default_rng(1)), BlockHasher(np.random.default_rng(2))
-    real = [theirs.prompt_hashes(as_tokens(tokens), block_size, Namespace()) for tokens in prompts]
+    family = HashFamily(block_size)
+    real = [theirs.prompt_hashes(as_tokens(tokens), family, Namespace()).tolist() for tokens in prompts]
     recorded = [decode_hashes(encode_hashes(hashes)) for hashes in real]
-    again = [ours.prompt_hashes(stand_in_tokens(one, block_size), block_size, Namespace()) for one in recorded]
+    again = [ours.prompt_hashes(stand_in_tokens(one, block_size), family, Namespace()).tolist() for one in recorded]
     assert [len(one) for one in again] == [len(one) for one in real]
     assert shared(*again) == shared(*real)

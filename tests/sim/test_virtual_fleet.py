@@ -26,7 +26,7 @@ from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.kv_events import decode_batch
 from predictor.prefill_cost import Basis
-from predictor.prompt import BlockHasher, Namespace, Prompt, as_tokens
+from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt, as_tokens
 
 SEED = 20261129
 BLOCK = 16
@@ -133,8 +133,8 @@ class World:
 
     def _arrive(self, arrival: Arrival) -> None:
         number = next(self.ids)
-        hashes = self.hasher.prompt_hashes(as_tokens(arrival.tokens), BLOCK, Namespace())
-        prompt = Prompt(len(arrival.tokens), True, {BLOCK: hashes})
+        hashes = self.hasher.prompt_hashes(as_tokens(arrival.tokens), HashFamily(BLOCK), Namespace())
+        prompt = Prompt(len(arrival.tokens), True, {HashFamily(BLOCK): hashes})
         wish = Wish(str(number), self.now_s, max_queue_wait_s=arrival.bound_s, max_tokens=arrival.max_tokens)
         decision = self.fleet.place("m", prompt, wish, self.now_s)
         if isinstance(decision, Refusal):

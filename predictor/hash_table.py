@@ -1,0 +1,315 @@
+"""64-bit keys with values in numpy columns: a few dozen bytes an entry, thousands of entries in one call.
+
+Open addressing inside segments of a fixed number of slots; a directory finds a key's segment by its top bits, and a
+segment that fills up is split in two (extendible hashing). So no insertion ever moves more than a segment's entries,
+however large the table: nothing here stalls an event loop. Vectorised calls serve long runs of keys, scalar ones single
+keys: numpy's calls cost more than a handful of keys is worth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Keys = npt.NDArray[np.uint64]
+Slots = npt.NDArray[np.int64]  # positions in the columns; -1 where a key is absent
+Flags = npt.NDArray[np.bool_]
+Column = npt.NDArray[Any]
+
+_SEGMENT_BITS = 11
+_SEGMENT = 1 << _SEGMENT_BITS
+_OFFSETS = _SEGMENT - 1
+# Slots of a segment that may have been used before it is split or cleaned up. Probes get long beyond.
+_FULL = int(_SEGMENT * 0.7)
+# A full segment with fewer live entries than this is cleaned of dead ones instead of split.
+_SPARSE = int(_SEGMENT * 0.5)
+_FEW = 12  # keys that are dealt with one by one, when the others of a call are done
+_GROWTH = 8  # the columns grow by an eighth: a large block of memory is remapped, not copied
+
+_MASK = (1 << 64) - 1
+_MIX = 0x9E3779B97F4A7C15
+_STAND_IN = 0xD1B54A32D192ED03  # key 0 marks a slot that was never used
+_U_MIX, _U_32, _U_OFFSETS, _U_BITS = np.uint64(_MIX), np.uint64(32), np.uint64(_OFFSETS), np.uint64(_SEGMENT_BITS)
+
+
+class HashTable:
+    """Base of tables whose subclass says which of its columns make an entry live.
+
+    A slot is *live*, *dead* (its key can still be found, its place may be taken) or was never used. Slots are valid
+    until the next insertion.
+    """
+
+    def __init__(self, dtypes: tuple[type[np.generic], ...]) -> None:
+        self.keys: Keys = np.zeros(_SEGMENT, np.uint64)
+        self.columns: list[Column] = [np.zeros(_SEGMENT, dtype) for dtype in dtypes]
+        self._segments = 1
+        self._used = np.zeros(1, np.int64)  # slots of each segment that were used since it was last put in order
+        self._depths: list[int] = [0]  # how many top bits the keys of a segment share
+        self._depth = 0
+        self._directory: Slots = np.zeros(1, np.int64)  # top bits -> a segment's first slot
+        self._open_views()
+
+    # For subclasses
+
+    def _live(self, at: Slots | slice) -> Flags:
+        raise NotImplementedError
+
+    def _live_one(self, at: int) -> bool:
+        raise NotImplementedError
+
+    # Looking up
+
+    def find(self, keys: Keys) -> Slots:
+        """The slot of each key, live or dead; -1 where there is none."""
+        keys = _without_zero(keys)
+        base, offset = self._homes(keys)
+        at = base + offset
+        missed = np.flatnonzero(self.keys[at] != keys)
+        if missed.size:
+            at[missed] = self._probe(keys[missed], base[missed], offset[missed])
+        return at
+
+    def _probe(self, keys: Keys, base: Slots, offset: Slots) -> Slots:
+        """Where the search of keys that are not in their first slot ends."""
+        result = np.full(len(keys), -1, np.int64)
+        rest = (self.keys[base + offset] != 0).nonzero()[0]
+        step = 0
+        while len(rest) > _FEW:
+            step += 1
+            at = base[rest] + ((offset[rest] + (step * (step + 1) >> 1)) & _OFFSETS)
+            found = self.keys[at]
+            hit = found == keys[rest]
+            result[rest[hit]] = at[hit]
+            rest = rest[(found != 0) & ~hit]
+        if len(rest):
+            result[rest] = [self.find_one(key) for key in keys[rest].tolist()]
+        return result
+
+    def find_one(self, key: int) -> int:
+        key = key or _STAND_IN
+        mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
+        base = self._base_of(mixed)
+        offset = (mixed >> 32) & _OFFSETS
+        keys = self._key_view
+        step = 0
+        while True:
+            found = keys[base + offset]
+            if found == key:
+                return base + offset
+            if not found:
+                return -1
+            step += 1
+            offset = (offset + step) & _OFFSETS
+
+    # Inserting
+
+    def insert(self, keys: Keys, *values: npt.ArrayLike) -> None:
+        """Enters keys that are absent and distinct, with a value (or an array of them) a column.
+
+        A value must make its entry live.
+        """
+        keys = _without_zero(keys)
+        self._make_room(keys)
+        base, offset = self._homes(keys)
+        self._place(keys, base, offset, [np.broadcast_to(np.asarray(value), keys.shape) for value in values])
+
+    def insert_one(self, key: int) -> int:
+        """Takes a slot for an absent key; the caller fills its columns."""
+        key = key or _STAND_IN
+        mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
+        base = self._base_of(mixed)
+        while self._used_view[base >> _SEGMENT_BITS] >= _FULL:
+            self._relieve(base >> _SEGMENT_BITS)
+            base = self._base_of(mixed)
+        at = self._open_slot(base, (mixed >> 32) & _OFFSETS)
+        self._key_view[at] = key
+        return at
+
+    def _open_slot(self, base: int, offset: int) -> int:
+        """The first slot on a key's way that is not live."""
+        keys = self._key_view
+        step = 0
+        while True:
+            at = base + offset
+            if not keys[at]:
+                self._used_view[base >> _SEGMENT_BITS] += 1
+                return at
+            if not self._live_one(at):
+                return at
+            step += 1
+            offset = (offset + step) & _OFFSETS
+
+    def live_slots(self) -> Slots:
+        return np.flatnonzero(self._live(slice(0, self._segments << _SEGMENT_BITS)))
+
+    @property
+    def slots(self) -> int:
+        return self._segments << _SEGMENT_BITS
+
+    @property
+    def bytes(self) -> int:
+        return self.keys.nbytes + sum(column.nbytes for column in self.columns) + self._directory.nbytes
+
+    def add_column(self, dtype: type[np.generic]) -> None:
+        self._close_views()
+        self.columns.append(np.zeros(len(self.keys), dtype))
+        self._open_views()
+
+    # Inside
+
+    def _base_of(self, mixed: int) -> int:
+        return self._directory_view[mixed >> (64 - self._depth)]
+
+    def _homes(self, keys: Keys) -> tuple[Slots, Slots]:
+        mixed = keys ^ (keys >> _U_32)
+        mixed *= _U_MIX
+        offset = ((mixed >> _U_32) & _U_OFFSETS).view(np.int64)
+        if self._depth == 0:
+            return np.full(len(keys), self._directory[0]), offset
+        return self._directory[(mixed >> np.uint64(64 - self._depth)).view(np.int64)], offset
+
+    def _make_room(self, keys: Keys) -> None:
+        while True:
+            base, _ = self._homes(keys)
+            incoming = np.bincount(base >> _SEGMENT_BITS, minlength=self._segments)
+            incoming[incoming > 0] += self._used[incoming > 0]
+            over = (incoming > _FULL).nonzero()[0]
+            if not len(over):
+                return
+            for segment in over.tolist():
+                self._relieve(segment, int(incoming[segment] - self._used[segment]))
+
+    def _relieve(self, segment: int, incoming: int = 1) -> None:
+        """Cleans a full segment of its dead entries, and splits it if that is not enough."""
+        first = segment << _SEGMENT_BITS
+        whole = slice(first, first + _SEGMENT)
+        live = first + np.flatnonzero(self._live(whole))
+        keys = self.keys[live]
+        values = [column[live] for column in self.columns]
+        split = len(live) + incoming > _SPARSE
+        if split:
+            self._split(segment)
+            first = segment << _SEGMENT_BITS
+            whole = slice(first, first + _SEGMENT)
+        self.keys[whole] = 0
+        for column in self.columns:
+            column[whole] = 0
+        self._used[segment] = 0
+        base, offset = self._homes(keys)
+        self._place(keys, base, offset, values)
+
+    def _split(self, segment: int) -> None:
+        """Half of a segment's part of the directory goes to a new one."""
+        depth = self._depths[segment]
+        if depth == self._depth:
+            self._directory = np.repeat(self._directory, 2)
+            self._depth += 1
+        new = self._segments
+        self._segments += 1
+        if self._segments << _SEGMENT_BITS > len(self.keys):
+            self._grow()
+        self._used = np.append(self._used, 0)
+        self._depths[segment] = depth + 1
+        self._depths.append(depth + 1)
+        places = np.flatnonzero(self._directory == segment << _SEGMENT_BITS)
+        self._directory[places[len(places) // 2 :]] = new << _SEGMENT_BITS
+        self._close_views()
+        self._open_views()
+
+    def _grow(self) -> None:
+        self._close_views()
+        size = len(self.keys)
+        size += max(_SEGMENT, size // _GROWTH >> _SEGMENT_BITS << _SEGMENT_BITS)
+        for column in (self.keys, *self.columns):
+            # Nobody else refers to a column: the views of it were just closed.
+            column.resize(size, refcheck=False)
+        self._open_views()
+
+    def _place(self, keys: Keys, base: Slots, offset: Slots, values: list[Column]) -> None:
+        table = self.keys
+        rest = np.arange(len(keys))
+        step = 0
+        while len(rest) > _FEW:
+            at = base[rest] + ((offset[rest] + (step * (step + 1) >> 1)) & _OFFSETS)
+            step += 1
+            before = table[at]
+            open_ = before == 0
+            if not open_.all():
+                open_ |= ~self._live(at)
+            taken, by = at[open_], rest[open_]
+            table[taken] = keys[by]
+            won = table[taken] == keys[by]  # of several that want a slot the last to write has it
+            slots, winners = taken[won], by[won]
+            for column, value in zip(self.columns, values, strict=True):
+                column[slots] = value[winners]
+            self._count_used(slots[before[open_][won] == 0])
+            left = ~open_
+            left[open_] = ~won
+            rest = rest[left]
+        for one in rest.tolist():
+            at_one = self._open_slot(int(base[one]), int(offset[one]))
+            table[at_one] = keys[one]
+            for column, value in zip(self.columns, values, strict=True):
+                column[at_one] = value[one]
+
+    def _count_used(self, slots: Slots) -> None:
+        if len(slots):
+            self._used += np.bincount(slots >> _SEGMENT_BITS, minlength=self._segments)
+
+    def _open_views(self) -> None:
+        """Single items are read several times faster through a memoryview than from the array."""
+        self._key_view = self.keys.data
+        self._directory_view = self._directory.data
+        self._used_view = self._used.data
+        self.views = [column.data for column in self.columns]
+
+    def _close_views(self) -> None:
+        for view in (self._key_view, self._directory_view, self._used_view, *self.views):
+            view.release()
+
+
+def _without_zero(keys: Keys) -> Keys:
+    return keys if keys.all() else np.where(keys == 0, np.uint64(_STAND_IN), keys)
+
+
+class NameTable(HashTable):
+    """What an engine calls a block, to what we call it; `born` counts up in the order in which they came.
+
+    A dead entry still tells what its name stood for, until its place is taken.
+    """
+
+    def __init__(self) -> None:
+        super().__init__((np.uint64, np.uint32))
+
+    @property
+    def ours(self) -> Keys:
+        return self.columns[0]
+
+    @property
+    def born(self) -> npt.NDArray[np.uint32]:
+        return self.columns[1]
+
+    def _live(self, at: Slots | slice) -> Flags:
+        live: Flags = self.columns[1][at] != 0
+        return live
+
+    def _live_one(self, at: int) -> bool:
+        return self.views[1][at] != 0
+
+
+class HolderTable(HashTable):
+    """What we call a block, to the set of its holders: bit b of them is bit b % 64 of column b // 64."""
+
+    def __init__(self) -> None:
+        super().__init__((np.uint64,))
+
+    def _live(self, at: Slots | slice) -> Flags:
+        live: Flags = self.columns[0][at] != 0
+        for column in self.columns[1:]:
+            live |= column[at] != 0
+        return live
+
+    def _live_one(self, at: int) -> bool:
+        return self.views[0][at] != 0 or any(view[at] for view in self.views[1:])

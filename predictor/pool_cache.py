@@ -1,0 +1,223 @@
+"""What the workers of one pool have cached, and how much of a prompt each would reuse."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from predictor.cache_index import CacheIndex, TierCaps, TieredRun
+from predictor.engines.reuse import ReuseRule
+from predictor.first_stored import FirstStored
+from predictor.kv_events import Batch, KvEvent, Stored, Tier
+from predictor.prefixes_ahead import PrefixesAhead
+from predictor.prompt import BlockHasher, HashFamily, Prompt
+from predictor.reuse_correction import ReuseCorrection
+
+# Stores in a row that are hashed in another way than was assumed, before that is believed over what came before.
+_STRANGERS = 4
+_NO_HASHES = np.empty(0, np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What is told of a worker's cache besides its events."""
+
+    rule: ReuseRule = field(default_factory=ReuseRule)
+    host_blocks: int | None = None  # what the tiers can hold; None: a multiple of the device's
+    storage_blocks: int | None = None
+    # Loading takes time: KV of some 130 KB a token over PCIe, and from a disk or the network.
+    host_s_per_token: float = 10e-6
+    storage_s_per_token: float = 60e-6
+    stores: Mapping[Tier, str] = field(default_factory=dict)  # names of stores shared with other workers, by tier
+
+
+class Reuse(NamedTuple):
+    """What a worker would not compute of a prompt. Tokens, by where they are; and the time that loading takes."""
+
+    device_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    load_s: float = 0.0
+    by_rule: int = 0  # what the rule alone says, before what was learned from the engine's reports
+
+    @property
+    def tokens(self) -> int:
+        return self.device_tokens + self.host_tokens + self.storage_tokens
+
+
+@dataclass(slots=True)
+class _Cache:
+    spec: CacheSpec
+    rule: ReuseRule
+    family: HashFamily
+    capacity: int | None
+    ahead: PrefixesAhead = field(default_factory=PrefixesAhead)
+    first_stored: FirstStored = field(default_factory=FirstStored)
+    correction: ReuseCorrection = field(default_factory=ReuseCorrection)
+    credited: dict[str, int] = field(default_factory=dict)  # request -> tokens by the rule, when it came
+    strangers: int = 0  # stores in a row of another hash family
+
+
+class PoolCache:
+    """One index for each way of hashing in the pool; a worker is in the one that its events fit."""
+
+    def __init__(self, hasher: BlockHasher) -> None:
+        self._hasher = hasher
+        self._caches: dict[str, _Cache] = {}
+        self._indexes: dict[HashFamily, CacheIndex] = {}
+
+    # Workers
+
+    def join(self, worker: str, spec: CacheSpec, block_size: int, capacity_blocks: int | None) -> None:
+        """Starts an empty view. ValueError if there is one already."""
+        if worker in self._caches:
+            raise ValueError(f"worker {worker!r} is already in the pool's cache")
+        cache = _Cache(spec, spec.rule, HashFamily(block_size), capacity_blocks)
+        self._enter(worker, cache)
+        self._caches[worker] = cache
+
+    def leave(self, worker: str) -> None:
+        self._leave_index(worker, self._caches.pop(worker))
+
+    def configure(self, worker: str, block_size: int, capacity_blocks: int | None) -> None:
+        """The engine's own word on its blocks. Another block size empties the view."""
+        cache = self._caches[worker]
+        cache.capacity = capacity_blocks
+        if block_size != cache.family.block_size:
+            self._move(worker, cache, HashFamily(block_size, cache.family.lookahead))
+        elif capacity_blocks is not None:
+            self._indexes[cache.family].set_capacity(worker, capacity_blocks)
+        cache.correction.forget()
+
+    def clear(self, worker: str) -> None:
+        """What the worker holds is not known any more."""
+        self._indexes[self._caches[worker].family].clear(worker)
+
+    @property
+    def families(self) -> set[HashFamily]:
+        """The ways in which a prompt must be hashed to be looked up."""
+        return {cache.family for cache in self._caches.values()}
+
+    # Events
+
+    def apply(self, worker: str, batch: Batch) -> None:
+        for event in batch.events:
+            self.apply_event(worker, event)
+
+    def apply_event(self, worker: str, event: KvEvent) -> None:
+        cache = self._caches[worker]
+        if isinstance(event, Stored) and event.tier is Tier.DEVICE:
+            self._look_at_family(worker, cache, event)
+        first = self._indexes[cache.family].apply(worker, event)
+        if first is not None and cache.first_stored.waiting:
+            assert isinstance(event, Stored)
+            cache.first_stored.stored(first, len(event.hashes))
+
+    def _look_at_family(self, worker: str, cache: _Cache, event: Stored) -> None:
+        """Events show how an engine hashes better than any list of its options does."""
+        shown = HashFamily(event.block_size, event.lookahead)
+        if shown == cache.family:
+            cache.strangers = 0
+            return
+        cache.strangers += 1
+        if cache.strangers >= _STRANGERS or not self._indexes[cache.family].blocks(worker):
+            self._move(worker, cache, shown)
+            cache.rule = cache.spec.rule.with_blocks_seen(shown.lookahead, event.pairs)
+
+    # Requests
+
+    def reuse(self, prompt: Prompt) -> dict[str, Reuse]:
+        """For each worker what it would reuse of a prompt that came now."""
+        runs = {family: index.match(prompt.hashes.get(family, _NO_HASHES)) for family, index in self._indexes.items()}
+        return {
+            worker: self._reuse(cache, prompt, runs[cache.family][worker]) for worker, cache in self._caches.items()
+        }
+
+    def _reuse(self, cache: _Cache, prompt: Prompt, run: TieredRun) -> Reuse:
+        size = cache.family.block_size
+        device, host, storage = run
+        if cache.rule.shares_in_flight and len(cache.ahead):
+            device = cache.ahead.run(prompt.hashes.get(cache.family, _NO_HASHES), device)
+            # What will be on the device by then needs no loading.
+            host, storage = max(0, min(host, run.blocks - storage - device)), max(0, min(storage, run.blocks - device))
+        by_rule = cache.rule.reusable_tokens((device + host + storage) * size, size, prompt.token_count)
+        tokens = cache.correction.apply(by_rule, size)
+        if not host and not storage:
+            return Reuse(tokens, 0, 0, 0.0, by_rule)
+        on_device = min(tokens, device * size)
+        on_host = min(tokens - on_device, host * size)
+        on_storage = tokens - on_device - on_host
+        load_s = on_host * cache.spec.host_s_per_token + on_storage * cache.spec.storage_s_per_token
+        return Reuse(on_device, on_host, on_storage, load_s, by_rule)
+
+    def book(self, worker: str, request_id: str, prompt: Prompt, by_rule_tokens: int) -> None:
+        """The request goes to this worker: its blocks will be there."""
+        cache = self._caches[worker]
+        cache.credited[request_id] = by_rule_tokens
+        hashes = prompt.hashes.get(cache.family, _NO_HASHES)
+        cache.ahead.add(request_id, hashes)
+        cache.first_stored.add(request_id, hashes)
+
+    def release(self, worker: str, request_id: str) -> int | None:
+        """The request is not here any more; the tokens that it was seen to reuse, if it was seen to store any."""
+        cache = self._caches[worker]
+        cache.credited.pop(request_id, None)
+        cache.ahead.remove(request_id)
+        blocks = cache.first_stored.end(request_id)
+        return None if blocks is None else blocks * cache.family.block_size
+
+    def learn(self, worker: str, request_id: str, reused_tokens: int) -> None:
+        """What an engine reports to have reused for a request in flight, against what its rule had said."""
+        cache = self._caches[worker]
+        if request_id in cache.credited:
+            cache.correction.observe(cache.credited[request_id], reused_tokens)
+
+    # Views
+
+    def blocks(self, worker: str, tier: Tier = Tier.DEVICE) -> int:
+        return self._indexes[self._caches[worker].family].blocks(worker, tier)
+
+    def block_size(self, worker: str) -> int:
+        return self._caches[worker].family.block_size
+
+    def correction(self, worker: str) -> ReuseCorrection:
+        return self._caches[worker].correction
+
+    def orphans(self, worker: str) -> int:
+        return self._indexes[self._caches[worker].family].orphans(worker)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """What the indexes could not use, by reason."""
+        total: Counter[str] = Counter()
+        for index in self._indexes.values():
+            total.update(index.skipped)
+        return total
+
+    @property
+    def bytes(self) -> int:
+        return sum(index.bytes for index in self._indexes.values())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._caches)
+
+    # Inside
+
+    def _enter(self, worker: str, cache: _Cache) -> None:
+        index = self._indexes.get(cache.family)
+        if index is None:
+            index = self._indexes[cache.family] = CacheIndex(self._hasher, cache.family)
+        caps = TierCaps(cache.capacity, cache.spec.host_blocks, cache.spec.storage_blocks)
+        index.add(worker, caps, stores=cache.spec.stores, cleared=cache.spec.rule.cleared)
+
+    def _leave_index(self, worker: str, cache: _Cache) -> None:
+        self._indexes[cache.family].remove(worker)
+
+    def _move(self, worker: str, cache: _Cache, family: HashFamily) -> None:
+        self._leave_index(worker, cache)
+        cache.family, cache.strangers = family, 0
+        self._enter(worker, cache)
