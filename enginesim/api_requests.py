@@ -1,5 +1,6 @@
 """Bodies of the requests that generate or tokenize: the fields we need. Others are ignored, as vLLM does."""
 
+import json
 from array import array
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
@@ -95,7 +96,11 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode(raw: bytes, shape: type[Body]) -> Body:
-    """`raw` as `shape`. ApiError 400 that names the field otherwise."""
+    """`raw` as `shape`, in any encoding that Python's `json.loads` takes, as FastAPI does. ApiError 400 that names the
+    field otherwise."""
+    encoding = json.detect_encoding(raw)
+    if encoding != "utf-8":
+        raw = raw.decode(encoding, "replace").encode()
     try:
         return msgspec.json.decode(raw, type=shape)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -26,6 +26,7 @@ class AnswerKind(enum.Enum):
     ERROR = "error"  # any status but 200
     EMPTY = "empty"  # it ended before anything was said
     UNSEEN = "unseen"  # Envoy does not show it to us
+    UNANSWERED = "unanswered"  # Envoy's own words: no engine gave an answer
 
 
 class AnswerReader:

@@ -29,6 +29,7 @@ from extproc.prompt_reader import PromptReader
 from extproc.recorder import Recorder, open_recording
 from extproc.request_reader import RequestReader
 from extproc.server import AccessLog, Processor, Server
+from extproc.session import Patience
 from predictor.admission import AdmissionPolicy, Mode, OnReject, RetryPolicy
 from predictor.engines.vllm import Settings
 from predictor.fairness import FairnessPolicy
@@ -38,7 +39,7 @@ from predictor.prefill_cost import LearningPolicy
 from predictor.prompt import BlockHasher
 from predictor.routing import Prefer, RoutingPolicy
 
-_HOUSEKEEPING_S = 5.0
+_HOUSEKEEPING_S = 1.0
 
 
 class App:
@@ -67,6 +68,7 @@ class App:
             self._late_fault,
             tokenization.inline_bytes,
             keep_tokens=recorder is not None and recorder.keep_tokens,
+            patient_deadline_s=config.large_deadline_s,
         )
         pools = {}
         for pool in config.pools:
@@ -78,9 +80,11 @@ class App:
                 OnReject(pool.admission.on_reject),
                 pool.fairness.enabled,
                 pool.adapter_names,
+                config.gateway.original_dst,
             )
             pools.update(dict.fromkeys((*pool.model_names, *pool.adapter_names), judged))
-        requests = RequestReader(tokenization.threads, tokenization.deadline_s)
+        requests = RequestReader(tokenization.threads, tokenization.deadline_s, config.large_deadline_s)
+        gateway = config.gateway
         judge = Judge(
             fleet,
             pools,
@@ -92,9 +96,12 @@ class App:
             clock,
             secrets.token_hex(4),
             recorder,
-            time.time if config.gateway.trust_request_start else None,
+            time.time if gateway.trust_request_start else None,
         )
-        processor = Processor(judge, ledger, metrics, log, clock, config.gateway.ask_for_body)
+        patience = (
+            Patience(tokenization.large_bytes, gateway.max_message_timeout_s) if config.large_deadline_s else None
+        )
+        processor = Processor(judge, ledger, metrics, log, clock, gateway.ask_for_body, patience)
         registry.register(FleetCollector(fleet, clock, lambda: processor.open_streams))
 
         self._config = config
@@ -208,6 +215,7 @@ class App:
             expired = self._fleet.expire(self._config.tickets.max_age_s, self._clock())
             self._ledger.given_up(expired, "age")
             self._ledger.look_back()
+            self._ledger.give_up_silent()
 
     def _keep_running(self, what: str, work: Coroutine[None, None, None]) -> None:
         """Background work: a fault in it is counted and logged, and costs only what that work did."""

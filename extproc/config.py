@@ -37,12 +37,14 @@ class Listen(_Section, frozen=True):
 
 
 class Tokenization(_Section, frozen=True):
-    """`deadline_s` must stay well below Envoy's `message_timeout`."""
+    """`deadline_s` must stay well below Envoy's `message_timeout`. From `large_bytes` on a body gets half of
+    `gateway.max_message_timeout_s` instead, if that is more."""
 
     threads: _Positive = 2
     max_pending: _Positive = 64
     inline_bytes: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 8192
     deadline_s: _Seconds = 0.3
+    large_bytes: _Positive = 512 << 10
 
 
 class Tickets(_Section, frozen=True):
@@ -62,9 +64,13 @@ class ProbeSettings(_Section, frozen=True):
 
 class Gateway(_Section, frozen=True):
     """`ask_for_body`: where Envoy is configured to send no bodies, ask for them (it must have allow_mode_override).
+    `original_dst`: name the chosen endpoint alone in `x-headway-endpoint`. `max_message_timeout_s`: what Envoy's filter
+    has under that name; 0: it has none, and is asked for no more time.
     `trust_request_start`: something before us sets `x-request-start`, and lets no client do so."""
 
     ask_for_body: bool = False
+    original_dst: bool = False
+    max_message_timeout_s: _SecondsOrZero = 0.0
     trust_request_start: bool = False
 
 
@@ -194,6 +200,12 @@ class Config(_Section, frozen=True):
     recording: Recording = Recording()
     learned: Learned = Learned()
     pools: list[PoolConfig] = []
+
+    @property
+    def large_deadline_s(self) -> float | None:
+        """For the tokens of a large body; None: it gets no more time than others."""
+        half_s = self.gateway.max_message_timeout_s / 2
+        return half_s if half_s > self.tokenization.deadline_s else None
 
 
 class BadConfig(ValueError):
@@ -371,6 +383,8 @@ def notes(config: Config) -> Iterator[str]:
         yield "listen: grpc and admin have the same port"
     if config.tokenization.deadline_s > _LATEST_DEADLINE_S:
         yield "tokenization.deadline_s: must stay well below Envoy's message_timeout, or decisions come too late"
+    if config.gateway.max_message_timeout_s and config.large_deadline_s is None:
+        yield "gateway.max_message_timeout_s: not above twice tokenization.deadline_s: large bodies get no more time"
     if not config.pools:
         yield "pools: there are none, so that every request is passed on"
     for pool in config.pools:

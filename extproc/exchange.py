@@ -130,7 +130,7 @@ class RequestTrailers(msgspec.Struct, frozen=True, gc=False):
 
 
 class ResponseHeaders(msgspec.Struct, frozen=True, gc=False):
-    """The upstream began to answer."""
+    """The answer begins: the upstream's, or one of Envoy's own."""
 
     headers: Headers
     end_of_stream: bool
@@ -139,6 +139,8 @@ class ResponseHeaders(msgspec.Struct, frozen=True, gc=False):
     """HTTP status: `:status`, else the attribute `response.code`."""
     served_endpoint: str | None
     """The "ip:port" that Envoy's override_host policy picked in the end."""
+    details: str | None = None
+    """Where the answer comes from (attribute `response.code_details`): `via_upstream`, or why Envoy gives its own."""
 
 
 class ResponseBody(msgspec.Struct, frozen=True, gc=False):
@@ -150,6 +152,8 @@ class ResponseBody(msgspec.Struct, frozen=True, gc=False):
     """HTTP status from the attribute `response.code`, which rides on the first piece only."""
     served_endpoint: str | None
     """The "ip:port" that Envoy's override_host policy picked in the end."""
+    details: str | None = None
+    """As in ResponseHeaders; like the status, it rides on the first piece only."""
 
 
 class ResponseTrailers(msgspec.Struct, frozen=True, gc=False):
@@ -203,7 +207,14 @@ class Refuse(msgspec.Struct, frozen=True, gc=False):
     dynamic_metadata: Mapping[str, Mapping[str, str | float | bool]] = msgspec.field(default_factory=dict)
 
 
-Reply = Continue | Echo | Refuse
+class MoreTime(msgspec.Struct, frozen=True, gc=False):
+    """Wait so long for the answer to the phase in progress, instead of `message_timeout`. Heard once per phase, and
+    only up to the filter's `max_message_timeout`; Envoy goes on waiting for the answer itself."""
+
+    seconds: float
+
+
+Reply = Continue | Echo | Refuse | MoreTime
 
 
 # The access log.
@@ -221,6 +232,8 @@ class RequestEnd(msgspec.Struct, frozen=True, gc=False):
     """HTTP status sent to the client. None: the client left before there was one."""
     details: str
     """Why it ended (`response_code_details`), such as `via_upstream`, or our own `Refuse.details`. "": not said."""
+    body_bytes: int
+    """Of the answer, as it was sent to the client."""
     flags: frozenset[str]
     """Names of the response flags that are set, such as `downstream_connection_termination`."""
     upstream: str | None

@@ -31,6 +31,7 @@ class Pool:
     on_reject: OnReject = OnReject.RETRY
     by_tenant: bool = False  # tenants share it fairly
     adapters: frozenset[str] = frozenset()  # models that are LoRA adapters
+    name_one: bool = False  # tell Envoy the chosen endpoint alone as well
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class Judge:
             return Reject(replies.bad_wish(fault, case.api))
         if request.model in pool.adapters:
             request = replace(request, adapter=request.model)
-        read = await self._reader.read(pool.text, request, self._fleet.hash_families(pool.name))
+        read = await self._reader.read(pool.text, request, self._fleet.hash_families(pool.name), case.patient)
         if read.estimated is not None:
             self._metrics.estimated.labels(read.estimated.value).inc()
         wish = Wish(
@@ -125,7 +126,7 @@ class Judge:
         self._report(pool, request, read, wish, decision, now_s - body_at_s)
         match decision:
             case Grant():
-                return Route(replies.route(decision, pool.scores))
+                return Route(replies.route(decision, pool.scores, pool.name_one))
             case Refusal():
                 return Reject(replies.shed(decision, case.api, wishes.on_reject or pool.on_reject))
             case NoWorker():

@@ -97,7 +97,8 @@ class PoolText:
 
 
 class PromptReader:
-    """`deadline_s` bounds what one request waits for its tokens; `max_pending` bounds how many are being read.
+    """`deadline_s` bounds what one request waits for its tokens, `patient_deadline_s` what one waits that may take
+    longer; `max_pending` bounds how many are being read.
 
     Bodies of up to `inline_bytes` are read at once, on the event loop: a thread would take longer to wake up.
     `on_late_fault` is told of faults of ours in a thread that nobody waits for any more.
@@ -112,11 +113,13 @@ class PromptReader:
         on_late_fault: Callable[[BaseException], None],
         inline_bytes: int = 0,
         keep_tokens: bool = False,
+        patient_deadline_s: float | None = None,
     ) -> None:
         self._hasher = hasher
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="prompt")
         self._max_pending = max_pending
         self._deadline_s = deadline_s
+        self._patient_deadline_s = patient_deadline_s or deadline_s
         self._on_late_fault = on_late_fault
         self._inline_bytes = inline_bytes
         self._keep_tokens = keep_tokens
@@ -126,20 +129,23 @@ class PromptReader:
     def pending(self) -> int:
         return self._pending
 
-    async def read(self, text: PoolText, request: LlmRequest, families: Iterable[HashFamily]) -> ReadPrompt:
+    async def read(
+        self, text: PoolText, request: LlmRequest, families: Iterable[HashFamily], patient: bool = False
+    ) -> ReadPrompt:
         wanted = tuple(families)
         if request.body_bytes <= self._inline_bytes:
             return self._result(self._make(text, request, wanted), text, request)
         if self._pending >= self._max_pending:
             return ReadPrompt(text.estimate(request), Estimated.BUSY)
         loop = asyncio.get_running_loop()
-        latest_s = loop.time() + self._deadline_s
+        deadline_s = self._patient_deadline_s if patient else self._deadline_s
+        latest_s = loop.time() + deadline_s
         future = loop.run_in_executor(self._executor, self._make_in_time, text, request, wanted, loop.time, latest_s)
         self._pending += 1
         future.add_done_callback(self._release)
         # Not wait_for: a thread cannot be stopped, and cancelling the future would free its place too early.
         try:
-            await asyncio.wait({future}, timeout=self._deadline_s)
+            await asyncio.wait({future}, timeout=deadline_s)
         finally:
             if not future.done():
                 future.add_done_callback(self._nobody_waits)

@@ -14,6 +14,8 @@ SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoi
 SCORES = "x-gateway-destination-endpoint-scores"
 # For meshes that route by cluster name; Envoy's route matches or takes the cluster from it.
 CLUSTER = "x-headway-cluster"
+# For clusters that go wherever a header says (ORIGINAL_DST): one endpoint, and always one of a worker.
+ENDPOINT = "x-headway-endpoint"
 # Ours; Envoy copies it into response headers and the access log.
 NAMESPACE = "headway"
 TICKET = "ticket"
@@ -22,6 +24,10 @@ TICKET = "ticket"
 PAYLOAD_TOO_LARGE = 413
 # By these an engine says that its queue is full.
 ENGINE_FULL = (429, 503)
+# Response code details (Envoy 1.40): the answer is the upstream's; or there is none, because connecting to it failed or
+# the connection was lost. Anything else says nothing of the upstream that was chosen.
+VIA_UPSTREAM = "via_upstream"
+UPSTREAM_LOST = "upstream_reset_before_response_started"
 
 _JSON = ("content-type", "application/json")
 _MESSAGES = {
@@ -49,10 +55,10 @@ _FAULTS: dict[Reason, tuple[str | None, str]] = {
 }
 
 
-def route(grant: Grant, scores: bool = False) -> Continue:
+def route(grant: Grant, scores: bool = False, name_one: bool = False) -> Continue:
     """Sends the request to the chosen endpoint, with the others to fall back to. Gateways read the header or the
     metadata, so both say the same (endpoint-picker protocol, proposal 004). A worker with a cluster is named by its
-    cluster as well, and Envoy chooses the route again."""
+    cluster as well, and with `name_one` by its endpoint alone; Envoy then chooses the route again."""
     endpoints = ",".join(grant.endpoints)
     forecast = grant.ticket.forecast
     picked: dict[str, str | float | bool] = {DESTINATION: endpoints}
@@ -61,10 +67,12 @@ def route(grant: Grant, scores: bool = False) -> Continue:
     headers: tuple[tuple[str, str], ...] = ((DESTINATION, endpoints),)
     if grant.cluster is not None:
         headers = (*headers, (CLUSTER, grant.cluster))
+    if name_one:
+        headers = (*headers, (ENDPOINT, grant.endpoints[0]))
     return Continue(
         Phase.REQUEST_BODY,
         set_headers=headers,
-        clear_route_cache=grant.cluster is not None,
+        clear_route_cache=name_one or grant.cluster is not None,
         dynamic_metadata={
             LB_NAMESPACE: picked,
             NAMESPACE: {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 from extproc.apis import LlmRequest, Unreadable
@@ -15,6 +16,7 @@ from extproc.session import MAX_BODY_BYTES, Decide
 # Gateways that send no bodies name the model here (Envoy AI Gateway; llm-d's payload processor).
 _MODEL_HEADERS = ("x-ai-eg-model", "x-gateway-model-name")
 _UNKNOWN_BODY_BYTES = 4096
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class UndecodableBody(Unreadable):
@@ -22,11 +24,13 @@ class UndecodableBody(Unreadable):
 
 
 class RequestReader:
-    """Decodes beside the event loop, for at most `deadline_s`; parses on it, no more than it can bear."""
+    """Decodes beside the event loop, for at most `deadline_s` (`patient_deadline_s` where the case says so); parses on
+    it, no more than it can bear."""
 
-    def __init__(self, threads: int, deadline_s: float) -> None:
+    def __init__(self, threads: int, deadline_s: float, patient_deadline_s: float | None = None) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._deadline_s = deadline_s
+        self._patient_deadline_s = patient_deadline_s or deadline_s
 
     async def read(self, case: Decide) -> LlmRequest:
         """Raises Unreadable."""
@@ -34,24 +38,39 @@ class RequestReader:
             return _from_headers(case.headers)
         if not case.complete:
             return read_large(case.body)
-        body = await self._decoded(case.body, case.headers.get("content-encoding"))
-        return read_large(body) if len(body) > PARSED_BYTES else case.api.read(body)
+        deadline_s = self._patient_deadline_s if case.patient else self._deadline_s
+        body = await self._decoded(case.body, case.headers.get("content-encoding"), deadline_s)
+        return read_large(body) if len(body) > PARSED_BYTES else case.api.read(_as_utf8(body))
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _decoded(self, body: bytes, content_encoding: str | None) -> bytes:
+    async def _decoded(self, body: bytes, content_encoding: str | None, deadline_s: float) -> bytes:
         if is_plain(content_encoding):
             return body
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._executor, decode, body, content_encoding, MAX_BODY_BYTES)
         try:
             # What has not begun at the deadline never does: overload must not feed itself.
-            return await asyncio.wait_for(work, self._deadline_s)
+            return await asyncio.wait_for(work, deadline_s)
         except Undecodable as error:
             raise UndecodableBody(str(error)) from error
         except TimeoutError:
             raise UndecodableBody("decoding took too long") from None
+
+
+def _as_utf8(body: bytes) -> bytes:
+    """JSON in the encoding that our parser knows. Engines take a byte order mark, UTF-16 and UTF-32 as well: Python's
+    `json.loads`, by which FastAPI reads requests for vLLM 0.32 and SGLang 0.5, tells them by the first four bytes."""
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return body
+    if encoding == "utf-8-sig":
+        return body.removeprefix(_BYTE_ORDER_MARK)
+    try:
+        return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise Unreadable(str(error)) from error
 
 
 def _from_headers(headers: Headers) -> LlmRequest:

@@ -23,7 +23,7 @@ from extproc.metrics import Metrics
 from extproc.pb.access_log_pb2 import StreamAccessLogsResponse
 from extproc.pb.ext_proc_pb2 import ProcessingResponse
 from extproc.replies import NAMESPACE
-from extproc.session import Answered, Close, Decide, Note, Passed, Send, Session
+from extproc.session import Answered, Close, Decide, Note, Passed, Patience, Send, Session
 
 HEALTH_NAMES = ("", "liveness", "readiness", wire.PROCESSOR_SERVICE)
 # Ready means that requests should come; a draining server is still alive.
@@ -49,8 +49,10 @@ class Processor:
         log: JsonLog,
         clock: Callable[[], float],
         ask_for_body: bool = False,
+        patience: Patience | None = None,
     ) -> None:
         self._ask_for_body = ask_for_body
+        self._patience = patience
         self._judge = judge
         self._ledger = ledger
         self._metrics = metrics
@@ -61,7 +63,7 @@ class Processor:
 
     async def process(self, requests: AsyncIterator[bytes], context: _Context) -> None:
         exchange = Exchange(received_at_s=self._clock())
-        session = Session(self._ask_for_body)
+        session = Session(self._ask_for_body, self._patience)
         answered = False
         self.open_streams += 1
         try:
@@ -76,10 +78,10 @@ class Processor:
                             await context.write(wire.write(reply))
                         case Decide():
                             actions += session.decided(await self._judge.decide(action, exchange))
-                        case Answered(kind, status, served_endpoint):
+                        case Answered(kind, status, served_endpoint, details):
                             answered = True
                             if exchange.ticket_id is not None:
-                                self._ledger.answered(exchange.ticket_id, kind, status, served_endpoint)
+                                self._ledger.answered(exchange.ticket_id, kind, status, served_endpoint, details)
                         case Note(reason):
                             self._metrics.passed.labels(reason.value).inc()
                         case Close():

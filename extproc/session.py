@@ -30,6 +30,7 @@ from extproc.exchange import (
     Event,
     Headers,
     Metadata,
+    MoreTime,
     Phase,
     Protocol,
     Refuse,
@@ -42,7 +43,7 @@ from extproc.exchange import (
     ResponseTrailers,
     Unknown,
 )
-from extproc.replies import PAYLOAD_TOO_LARGE
+from extproc.replies import DESTINATION, LB_NAMESPACE, PAYLOAD_TOO_LARGE, VIA_UPSTREAM
 
 # Envoy's flow control wants pieces below 64 KiB, framing included.
 PIECE_BYTES = 62_000
@@ -66,6 +67,7 @@ class Passed(enum.Enum):
 
     NOT_OURS = "not_ours"  # another path or method
     NO_BODY = "no_body"
+    DECIDED_BEFORE = "decided_before"  # an endpoint picker before us in the chain has chosen
     TOO_LARGE = "too_large"  # more body than is kept
     UNREADABLE = "unreadable"  # malformed: the engine's to answer
     UNKNOWN_MODEL = "unknown_model"
@@ -106,6 +108,7 @@ class Decide(msgspec.Struct, frozen=True, gc=False):
     metadata: Metadata = msgspec.field(default_factory=lambda: NOTHING)
     complete: bool = True  # False: Envoy sent only its beginning
     answer_seen: bool = True  # False: no first token will be seen
+    patient: bool = False  # it may take longer than others
 
 
 class Answered(msgspec.Struct, frozen=True, gc=False):
@@ -114,6 +117,7 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
     kind: AnswerKind
     status: int | None
     served_endpoint: str | None
+    details: str | None = None
 
 
 class Note(msgspec.Struct, frozen=True, gc=False):
@@ -138,15 +142,24 @@ _PHASES: dict[type[Event], Phase] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """For bodies of `body_bytes` or more, Envoy is asked to wait `timeout_s` for the decision."""
+
+    body_bytes: int
+    timeout_s: float
+
+
 class Session:
     """One gRPC stream's worth of an exchange.
 
     `ask_for_body` asks an Envoy that sends no bodies to send this one (`allow_mode_override` must be set there).
     """
 
-    def __init__(self, ask_for_body: bool = False) -> None:
+    def __init__(self, ask_for_body: bool = False, patience: Patience | None = None) -> None:
         self.state = State.IDLE
         self._ask_for_body = ask_for_body
+        self._patience = patience
         self._protocol = _DEFAULT_PROTOCOL
         self._api: Api | None = None
         self._headers = Headers()
@@ -160,6 +173,7 @@ class Session:
         self._answer_known = False
         self._served_endpoint: str | None = None
         self._status: int | None = None
+        self._details: str | None = None
 
     def on_event(self, event: Event) -> list[Action]:
         if self.state is State.CLOSED:
@@ -241,6 +255,8 @@ class Session:
             return self._pass(Phase.REQUEST_HEADERS, Passed.NOT_OURS)
         if event.end_of_stream:
             return self._pass(Phase.REQUEST_HEADERS, Passed.NO_BODY)
+        if DESTINATION in event.metadata.get(LB_NAMESPACE, {}):
+            return self._pass(Phase.REQUEST_HEADERS, Passed.DECIDED_BEFORE)
         match self._protocol.request_body:
             case BodyMode.BUFFERED | BodyMode.BUFFERED_PARTIAL:
                 self.state = State.AWAIT_BODY
@@ -275,7 +291,12 @@ class Session:
         assert self._api is not None
         self.state = State.DECIDING
         seen = self._protocol.response_body in (BodyMode.STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
-        return [Decide(self._api, self._headers, body, self._metadata, complete, seen)]
+        decide = Decide(self._api, self._headers, body, self._metadata, complete, seen)
+        if self._patience is None or body is None or len(body) < self._patience.body_bytes:
+            return [decide]
+        decide = replace(decide, patient=True)
+        # Full duplex has no timeout to be lengthened.
+        return [decide] if self._duplex_request else [Send(MoreTime(self._patience.timeout_s)), decide]
 
     def _send_back(self, more_follows: bool = False) -> list[Action]:
         """The kept pieces of a full-duplex body, in order, and the trailers' answer where they ended it."""
@@ -297,16 +318,18 @@ class Session:
         actions = [Note(reason), *self._go_on(event)]
         return [*actions, *self._close()] if self._may_close else actions
 
-    def _answer_began(self, event: ResponseHeaders) -> list[Action]:
+    def _note_answer(self, event: ResponseHeaders | ResponseBody) -> None:
         self._served_endpoint = event.served_endpoint or self._served_endpoint
         self._status = event.status if event.status is not None else self._status
-        if event.end_of_stream:
-            return self._answer_known_as(self._answer.feed(b"", self._status, end_of_stream=True), event)
-        return self._go_on(event)
+        self._details = event.details or self._details
+
+    def _answer_began(self, event: ResponseHeaders) -> list[Action]:
+        self._note_answer(event)
+        kind = self._answer.feed(b"", self._status, end_of_stream=True) if event.end_of_stream else None
+        return self._answer_known_as(kind, event)
 
     def _answer_came(self, event: ResponseBody) -> list[Action]:
-        self._served_endpoint = event.served_endpoint or self._served_endpoint
-        self._status = event.status if event.status is not None else self._status
+        self._note_answer(event)
         kind = self._answer.feed(event.chunk, self._status, event.end_of_stream)
         if kind is AnswerKind.STREAMED and self._protocol.response_body is BodyMode.BUFFERED:
             # The whole answer at once tells nothing of its first token.
@@ -316,9 +339,11 @@ class Session:
     def _answer_known_as(self, kind: AnswerKind | None, event: Event) -> list[Action]:
         """Reports the kind once it is known: before anything is sent, so that the first token's time is right."""
         answered: list[Action] = []
+        if self._details not in (None, VIA_UPSTREAM):
+            kind = AnswerKind.UNANSWERED
         if kind is not None and not self._answer_known:
             self._answer_known = True
-            answered = [Answered(kind, self._status, self._served_endpoint)]
+            answered = [Answered(kind, self._status, self._served_endpoint, self._details)]
         actions = answered + self._go_on(event)
         return [*actions, *self._close()] if self._answer_known and self._may_close else actions
 

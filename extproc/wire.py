@@ -18,6 +18,7 @@ from extproc.exchange import (
     Event,
     Headers,
     Metadata,
+    MoreTime,
     Phase,
     Protocol,
     Refuse,
@@ -57,6 +58,7 @@ ACCESS_LOG_METHOD: Final = "StreamAccessLogs"
 ENDPOINT_NAMESPACE: Final = "envoy.lb"
 SERVED_ENDPOINT_KEY: Final = "x-gateway-destination-endpoint-served"
 RESPONSE_CODE: Final = "response.code"
+RESPONSE_DETAILS: Final = "response.code_details"
 
 
 # Bytes <-> messages, in the form that grpc's generic handlers take. Parsing raises google.protobuf.message.DecodeError.
@@ -93,14 +95,17 @@ def read(message: ProcessingRequest) -> Event:
             return RequestBody(message.request_body.body, message.request_body.end_of_stream)
         case "response_body":
             body = message.response_body
-            return ResponseBody(body.body, body.end_of_stream, _status(message), _served_endpoint(message))
+            return ResponseBody(
+                body.body, body.end_of_stream, _status(message), _served_endpoint(message), _details(message)
+            )
         case "response_headers":
             part = message.response_headers
             headers = _headers(part.headers)
             status = _status_of_text(headers.get(":status"))
             if status is None:
                 status = _status(message)
-            return ResponseHeaders(headers, part.end_of_stream, status, _served_endpoint(message))
+            served, details = _served_endpoint(message), _details(message)
+            return ResponseHeaders(headers, part.end_of_stream, status, served, details)
         case "request_trailers":
             return RequestTrailers()
         case "response_trailers":
@@ -152,6 +157,14 @@ def _status(message: ProcessingRequest) -> int | None:
         value = struct.fields.get(RESPONSE_CODE)
         if value is not None and value.WhichOneof("kind") == "number_value":
             return _http_status(value.number_value)
+    return None
+
+
+def _details(message: ProcessingRequest) -> str | None:
+    for struct in message.attributes.values():
+        value = struct.fields.get(RESPONSE_DETAILS)
+        if value is not None:
+            return value.string_value or None
     return None
 
 
@@ -271,6 +284,10 @@ def write(reply: Reply) -> ProcessingResponse:
             return _PLAIN[phase]
         case Continue():
             return _changes(reply)
+        case MoreTime(seconds):
+            message = ProcessingResponse()
+            message.override_message_timeout.FromNanoseconds(round(seconds * 1e9))
+            return message
 
 
 def _echo(reply: Echo) -> ProcessingResponse:
@@ -385,6 +402,7 @@ def _request_end(entry: HTTPAccessLogEntry, namespaces: Collection[str]) -> Requ
         metadata=_chosen(common, namespaces),
         status=_http_status(response.response_code.value),
         details=_text(response.response_code_details),
+        body_bytes=response.response_body_bytes,
         flags=_flags(common),
         upstream=_ip_port(common.upstream_remote_address),
         cluster=_text(common.upstream_cluster) or None,

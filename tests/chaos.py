@@ -2,10 +2,8 @@
 
 `python -m tests.chaos --minutes 10 --seed 7`. What a client may see is judged by these rules and no others:
 
-* A request may fail if the engine that served it (its `x-engine-name`) was killed or crashed during the request's life.
-* One that fails without any engine's word may do so if an engine was killed or crashed during its life; or if it went
-  without a decision (no `x-headway-worker`, because the filter was away, or it is none of ours) while an engine was
-  down, because then Envoy chooses, as it would without the filter. A decision is always good for a fallback.
+* A request may fail if the engine that served it (its `x-engine-name`), or without an answer the one that Envoy tried
+  last, was killed or crashed during the request's life. Decided or not: with an engine down there are two others.
 
 Everything else is wrong: a failure, a truncated or incomplete answer, a refusal (there is capacity), and anything that
 takes longer than a minute. In the end nothing may be in flight for the filter, for Envoy or for an engine, the filter
@@ -28,7 +26,7 @@ from typing import Any
 import aiohttp
 
 from extproc.stack import EngineSpec
-from tests.e2e.harness import CHAT, Bench, chat, read, running, until, words
+from tests.e2e.harness import CHAT, Bench, chat, manager_of, read, running, until, words
 
 # 10,000 prompt tokens a second and engine: about 75 requests a second in all, of which a third is sent.
 _ENGINES = [EngineSpec(name, prefill_us_per_token=100.0, step_ms=4.0, num_gpu_blocks=8192) for name in "abc"]
@@ -36,9 +34,15 @@ _REQUESTS_PER_S = 25.0
 _STUCK_S = 60.0
 # A request that comes this soon after an event may have been on its way when it happened, and the other way round.
 _SLACK_S = 0.25
-# How long Envoy may take to find its way back to a filter that it knows to be healthy.
-_RECONNECT_S = 2.0
 _MEMORY_MIB = 400
+# What Envoy says of each answer, its own ones included.
+_TOLD = {
+    "x-flags": "%RESPONSE_FLAGS%",
+    "x-details": "%RESPONSE_CODE_DETAILS%",
+    "x-attempts": "%UPSTREAM_REQUEST_ATTEMPT_COUNT%",
+    "x-host": "%UPSTREAM_HOST%",
+    "x-filter": "%FILTER_STATE(envoy.filters.http.ext_proc:PLAIN)%",
+}
 
 
 @dataclass(slots=True)
@@ -117,11 +121,13 @@ class Chaos:
         engine: str | None = None
         decided = False
         problem: str | None = None
+        told: dict[str, str] = {}
         try:
             timeout = aiohttp.ClientTimeout(total=_STUCK_S)
             async with self._bench.http.post(self._bench.stack.url + path, json=body, timeout=timeout) as response:
                 engine = response.headers.get("x-engine-name")
                 decided = "x-headway-worker" in response.headers
+                told = {name: response.headers[name] for name in _TOLD if name in response.headers}
                 answer = await read(response)
             if answer.status != 200:
                 problem = f"status {answer.status} {answer.body[:100]!r}"
@@ -139,11 +145,12 @@ class Chaos:
         ended_s = time.monotonic()
         self.report.longest_s = max(self.report.longest_s, ended_s - started_s)
         if problem is not None:
-            excuse = None if problem == "stuck" else self._excuse(kind, engine, decided, started_s, ended_s)
+            excuse = None if problem == "stuck" else self._excuse(engine or self._tried(told), started_s, ended_s)
             if excuse is None:
                 self.report.wrong.append(
                     f"{number} {kind} at {engine}, decided {decided}, {started_s:.2f}-{ended_s:.2f}: {problem}; "
-                    f"crashes {self._crashes[-2:]}, down {self._engines_down[-2:]}, filter {self._filter_away[-2:]}"
+                    f"{told}; crashes {self._crashes[-2:]}, down {self._engines_down[-2:]}, "
+                    f"filter {self._filter_away[-2:]}"
                 )
             else:
                 self.report.excused[excuse] += 1
@@ -159,20 +166,14 @@ class Chaos:
             del body["stream"], body["stream_options"]
         return kind, CHAT, body
 
-    def _excuse(self, kind: str, engine: str | None, decided: bool, from_s: float, until_s: float) -> str | None:
-        crashed = {span.what for span in self._crashes if span.overlaps(from_s, until_s)}
-        if engine is not None:
-            return "its engine was lost" if engine in crashed else None
-        if crashed:
-            return "an engine was lost before it answered"
-        away = any(span.overlaps(from_s - _RECONNECT_S, until_s) for span in self._filter_away)
-        if (
-            not decided
-            and (kind == "other" or away)
-            and any(span.overlaps(from_s, until_s) for span in self._engines_down)
-        ):
-            return "without a decision while an engine was down"
-        return None
+    def _excuse(self, engine: str | None, from_s: float, until_s: float) -> str | None:
+        lost = any(span.what == engine and span.overlaps(from_s, until_s) for span in self._crashes)
+        return "its engine was lost" if lost else None
+
+    def _tried(self, told: dict[str, str]) -> str | None:
+        """Whom Envoy tried last, of an answer that is none of an engine's."""
+        ports = {f"127.0.0.1:{self._bench.stack.engine_port(spec.name)}": spec.name for spec in _ENGINES}
+        return ports.get(told.get("x-host", ""))
 
     async def _trouble_filter(self, ends_s: float) -> None:
         rng, stack = self._faults_rng[0], self._bench.stack
@@ -274,9 +275,14 @@ async def _pause(seconds: float, ends_s: float) -> bool:
     return time.monotonic() < ends_s
 
 
+def _told(config: dict[str, Any]) -> None:
+    (host,) = manager_of(config)["route_config"]["virtual_hosts"]
+    host["response_headers_to_add"] += [{"header": {"key": key, "value": text}} for key, text in _TOLD.items()]
+
+
 async def play(seconds: float, seed: int) -> Report:
     """A stack of its own, so much chaos, and what came of it."""
-    async with running(_ENGINES, {"shutdown": {"notice_s": 1.5, "grace_s": 3}}) as bench:
+    async with running(_ENGINES, {"shutdown": {"notice_s": 1.5, "grace_s": 3}}, change_envoy=_told) as bench:
         return await Chaos(bench, seed).run(seconds)
 
 

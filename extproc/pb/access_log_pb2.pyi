@@ -407,7 +407,9 @@ class HTTPResponseProperties(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESPONSE_CODE_FIELD_NUMBER: _builtins.int
+    RESPONSE_BODY_BYTES_FIELD_NUMBER: _builtins.int
     RESPONSE_CODE_DETAILS_FIELD_NUMBER: _builtins.int
+    response_body_bytes: _builtins.int
     response_code_details: _builtins.str
     @_builtins.property
     def response_code(self) -> _wrappers_pb2.UInt32Value:
@@ -417,11 +419,12 @@ class HTTPResponseProperties(_message.Message):
         self,
         *,
         response_code: _wrappers_pb2.UInt32Value = ...,
+        response_body_bytes: _builtins.int = ...,
         response_code_details: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["response_code", b"response_code"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["response_code", b"response_code", "response_code_details", b"response_code_details"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["response_body_bytes", b"response_body_bytes", "response_code", b"response_code", "response_code_details", b"response_code_details"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,6 +68,19 @@ def test_an_empty_file_is_all_defaults(text: str) -> None:
     assert parse_config(text, "f.yaml") == Config()
 
 
+@pytest.mark.parametrize(
+    ("text", "deadline_s"),
+    [
+        ("{}", None),
+        ("gateway: {max_message_timeout_s: 5}", 2.5),
+        ("gateway: {max_message_timeout_s: 0.6}", None),
+        ("{gateway: {max_message_timeout_s: 5}, tokenization: {deadline_s: 3}}", None),
+    ],
+)
+def test_a_large_body_gets_half_of_what_envoy_would_wait_at_most(text: str, deadline_s: float | None) -> None:
+    assert parse_config(text, "f.yaml").large_deadline_s == deadline_s
+
+
 def test_defaults_of_engines_are_those_of_the_predictor() -> None:
     assert EngineSettings().for_engine() == Settings()
 
@@ -341,6 +354,7 @@ def test_a_damaged_file_is_a_config_or_a_bad_one(at: int, lost: int, noise: str)
     [
         ("listen: {grpc: 127.0.0.1:1, admin: 127.0.0.1:1}", "the same port"),
         ("tokenization: {deadline_s: 3}", "well below Envoy's message_timeout"),
+        ("gateway: {max_message_timeout_s: 0.6}", "large bodies get no more time"),
         ("{}", "every request is passed on"),
         ("pools: [{name: p}]", "answered with 503"),
         ("pools: [{name: p, workers: [{name: w, endpoint: engine-a:80}]}]", "by address, not by name"),

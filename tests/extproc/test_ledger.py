@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from extproc import wire
 from extproc.answer import AnswerKind
 from extproc.exchange import RequestEnd
 from extproc.ledger import USAGE_NAMESPACE
-from predictor.fleet import Grant, Ticket, Wish
+from predictor.fleet import Grant, Ticket, Usage, Wish
 from predictor.prompt import Prompt
 from tests.fakes.clock import ManualClock
 from tests.fakes.envoy import log_entry
@@ -43,9 +44,21 @@ class Desk:
     def closed(self, answered: bool = True) -> None:
         self.ledger.stream_closed("t-1", answered)
 
-    def ended(self, usage: Mapping[str, object] = USAGE, status: int = 200) -> None:
+    def ended(self, usage: Mapping[str, object] = USAGE, status: int | None = 200, **more: Any) -> None:
         self.clock.advance(0.5)
-        self.ledger.request_ended(end({"headway": {"ticket": "t-1"}, USAGE_NAMESPACE: usage}, status))
+        self.ledger.request_ended(end({"headway": {"ticket": "t-1"}, USAGE_NAMESPACE: usage}, status, **more))
+
+    def spared(self) -> set[str]:
+        """The workers that are not chosen while there is another."""
+        chosen = set()
+        for number in range(10):
+            wish = Wish(f"next-{number}", self.clock())
+            decision = self.filter.fleet.place("m", Prompt(10, True), wish, self.clock())
+            assert isinstance(decision, Grant)
+            chosen.add(decision.ticket.worker)
+        for number in range(10):
+            self.filter.fleet.finish(f"next-{number}", Usage(), self.clock())
+        return set(WORKERS) - chosen
 
     def counted(self, name: str, **labels: str) -> float:
         return self.filter.counted(name, **labels)
@@ -55,9 +68,9 @@ class Desk:
         assert self.filter.fleet.in_flight == 0
 
 
-def end(metadata: Mapping[str, Mapping[str, object]], status: int = 200, final: bool = True) -> RequestEnd:
+def end(metadata: Mapping[str, Mapping[str, object]], status: int | None = 200, **more: Any) -> RequestEnd:
     plain = {name: dict(values) for name, values in metadata.items()}
-    (entry,) = wire.read_access_log(log_entry(plain, status, final), list(plain))
+    (entry,) = wire.read_access_log(log_entry(plain, status, **more), list(plain))
     return entry
 
 
@@ -90,13 +103,83 @@ def test_an_end_that_comes_before_the_first_token_waits_for_the_stream(desk: Des
     assert desk.counted("requests_ended", source="access_log") == 1
 
 
-def test_a_stream_that_envoy_ends_before_the_answer_was_given_up(desk: Desk) -> None:
+LOST = "upstream_reset_before_response_started{remote_connection_failure|delayed_connect_error}"
+
+
+@pytest.mark.parametrize("log_first", [False, True])
+@pytest.mark.parametrize(
+    ("status", "more", "reason", "refused", "spared"),
+    [
+        (None, {"details": ""}, "given_up", 0, False),
+        (200, {"left": True, "details": "downstream_remote_disconnect"}, "given_up", 0, False),
+        (200, {}, "empty", 0, False),
+        (200, {"body_bytes": 9}, "given_up", 0, False),  # somebody saw an answer; our stream did not
+        (404, {}, "error", 0, False),
+        (429, {}, "error", 1, True),
+        (503, {}, "error", 1, True),
+        (503, {"details": "no_healthy_upstream"}, "unanswered", 0, False),
+        (503, {"details": LOST}, "unanswered", 0, True),
+        (504, {"details": "upstream_response_timeout"}, "unanswered", 0, False),
+    ],
+)
+def test_of_a_stream_without_an_answer_the_access_log_tells_why(
+    desk: Desk, status: int | None, more: dict[str, Any], reason: str, refused: int, spared: bool, log_first: bool
+) -> None:
+    """Whichever comes first. The headers were all of the answer, or there was none, or its client has left."""
+    if log_first:
+        desk.ended(status=status, **more)
+        desk.closed(answered=False)
+    else:
+        desk.closed(answered=False)
+        desk.ended(status=status, **more)
+    desk.assert_empty()
+    assert desk.counted("ungraded", reason=reason) == 1 == desk.counted("ungraded")
+    assert desk.counted("requests_ended", source="access_log") == 1 == desk.counted("requests_ended")
+    assert desk.counted("engine_refusals", status=str(status)) == refused
+    assert desk.spared() == ({desk.ticket.worker} if spared else set())
+
+
+def test_a_stream_of_which_nobody_tells_the_end_was_given_up(desk: Desk) -> None:
     desk.closed(answered=False)
+    desk.clock.advance(0.9)
+    desk.ledger.give_up_silent()
+    assert len(desk.ledger) == 1
+    desk.clock.advance(0.2)
+    desk.ledger.give_up_silent()
     desk.assert_empty()
     assert desk.counted("ungraded", reason="given_up") == 1
     assert desk.counted("requests_ended", source="stream") == 1
     desk.ended()
     assert desk.counted("access_log_entries", kind="late") == 1
+    desk.ledger.give_up_silent(0)
+    assert desk.counted("ungraded") == 1
+
+
+@pytest.mark.parametrize(
+    ("details", "refused", "spared"),
+    [("via_upstream", 1, True), (None, 1, True), (LOST, 0, True), ("no_healthy_upstream", 0, False)],
+)
+def test_an_engine_that_is_full_is_told_from_an_envoy_without_engines(
+    desk: Desk, details: str | None, refused: int, spared: bool
+) -> None:
+    """Both are a 503. Where nobody tells whose it is, it is taken for the engine's. It counts once, whoever tells."""
+    kind = AnswerKind.ERROR if details in (None, "via_upstream") else AnswerKind.UNANSWERED
+    desk.ledger.answered("t-1", kind, 503, None, details)
+    desk.closed()
+    desk.ended(status=503, details=details or "via_upstream")
+    desk.assert_empty()
+    assert desk.spared() == ({desk.ticket.worker} if spared else set())
+    assert desk.counted("engine_refusals", worker=desk.ticket.worker, status="503") == refused
+    assert desk.counted("ungraded", reason=kind.value) == 1 == desk.counted("ungraded")
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_refusal_that_is_not_shown_to_us_is_told_by_the_access_log(desk: Desk, status: int) -> None:
+    desk.answered(AnswerKind.UNSEEN)
+    desk.closed()
+    desk.ended(status=status)
+    assert desk.counted("engine_refusals", worker=desk.ticket.worker, status=str(status)) == 1
+    assert desk.spared() == {desk.ticket.worker}
 
 
 def test_an_end_reported_twice_counts_once(desk: Desk) -> None:
@@ -197,7 +280,7 @@ def test_odd_usage_is_unknown_usage(key: str) -> None:
         desk.ledger.request_ended(
             RequestEnd(
                 {"headway": {"ticket": "t-1"}, USAGE_NAMESPACE: {**USAGE, key: value}},
-                200, "", frozenset(), None, None, None, None, None, None, None, None, None, None, 1, True, None, None,
+                200, "", 0, frozenset(), *(None,) * 10, 1, True, None, None,
             )
         )  # fmt: skip
         desk.assert_empty()
@@ -244,6 +327,7 @@ def test_many_tickets_do_not_disturb_each_other() -> None:
     orders = list(itertools.permutations(["answered", "closed", "ended"]))
     desk = Desk()
     desk.closed(answered=False)
+    desk.ledger.give_up_silent(0)
     ids = [desk.book(f"x-{number}").id for number in range(len(orders))]
     for turn in range(3):
         for ticket_id, order in zip(ids, orders, strict=True):

@@ -153,6 +153,19 @@ async def test_a_late_prompt_is_estimated_while_the_loop_goes_on(readers: Reader
     assert (await reader.read(PoolText(tokenizer, None), completion(), [BY_16])).estimated is None
 
 
+async def test_who_may_take_longer_is_waited_for_longer(readers: Readers) -> None:
+    tokenizer = HeldTokenizer()
+    reader = PromptReader(readers.hasher, 1, 8, 0.05, readers.faults.append, patient_deadline_s=20)
+    text = PoolText(tokenizer, None)
+    assert (await reader.read(text, completion(), [16])).estimated is Estimated.LATE
+    patient = asyncio.create_task(reader.read(text, completion(), [16], patient=True))
+    await asyncio.sleep(0.2)
+    assert not patient.done()
+    tokenizer.let_go()
+    assert (await patient).prompt.exact
+    reader.close()
+
+
 async def test_no_more_than_the_bound_are_read_at_a_time(readers: Readers) -> None:
     tokenizer, reader = HeldTokenizer(), readers.make(max_pending=2)
     text = PoolText(tokenizer, None)

@@ -64,6 +64,21 @@ def test_a_grant_names_the_endpoints_in_header_and_metadata_alike() -> None:
     assert not reply.clear_route_cache
 
 
+@pytest.mark.parametrize("cluster", [None, "one-of-many"])
+def test_the_chosen_endpoint_is_named_alone_where_that_is_wanted(cluster: str | None) -> None:
+    rng = np.random.default_rng(1)
+    fleet = Fleet([PoolPolicy("m")], BlockHasher(rng), rng)
+    for worker in ("a", "b"):
+        fleet.join("m", WorkerSpec(worker, f"10.0.0.{ord(worker)}:8000", cluster=cluster))
+    grant = fleet.place("m", Prompt.estimated(100), Wish("boot-1", 0.0), 0.5)
+    assert isinstance(grant, Grant)
+    reply = replies.route(grant, name_one=True)
+    assert reply.clear_route_cache
+    assert dict(reply.set_headers)["x-headway-endpoint"] == grant.endpoints[0]
+    assert len(reply.set_headers) == 2 + (cluster is not None)
+    assert "x-headway-endpoint" not in dict(replies.route(grant).set_headers)
+
+
 def test_a_refusal_says_when_to_come_back_and_why() -> None:
     reply = refusal(RetryAfter(told_s=31.2004, uncapped_s=30.123456))
     assert reply.status == 429

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import itertools
+import json
 import random
 import threading
 import time
@@ -50,6 +51,39 @@ async def test_a_whole_body_is_read_by_its_api(reader: RequestReader) -> None:
     request = await reader.read(case(BODY))
     assert request == openai_chat.read(BODY)
     assert isinstance(request.prompt, ChatPrompt)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+@pytest.mark.parametrize("text", ["hi", "é", "😀", "x" * 100_000])
+async def test_a_body_is_read_in_every_encoding_that_engines_take(
+    reader: RequestReader, encoding: str, text: str
+) -> None:
+    """FastAPI reads with json.loads, which tells encodings by the first bytes, mark or not."""
+    plain = BODY.replace(b"hi", text.encode())
+    sent = plain.decode().encode(encoding)
+    assert json.loads(sent) == json.loads(plain)
+    request = await reader.read(case(sent))
+    assert request == openai_chat.read(plain)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xef\xbb\xbf" * 2 + BODY,
+        b" \xef\xbb\xbf" + BODY,
+        b"\xef\xbb",
+        b"\xef\xbb\xbf",
+        BODY.decode().encode("utf-16") + b"\x00",
+        BODY.decode().encode("utf-32")[:-1],
+        b"\xff\xfe\x00\xdc",
+        b"",
+    ],
+)
+async def test_what_is_in_no_encoding_is_unreadable(reader: RequestReader, body: bytes) -> None:
+    with pytest.raises((ValueError, UnicodeDecodeError)):
+        json.loads(body)
+    with pytest.raises(Unreadable):
+        await reader.read(case(body))
 
 
 @pytest.mark.parametrize("header", ["x-ai-eg-model", "x-gateway-model-name"])

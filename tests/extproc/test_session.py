@@ -1,6 +1,7 @@
 """The session: every event in every state, and the ways that exchanges go."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from extproc.exchange import (
     Echo,
     Event,
     Headers,
+    MoreTime,
     Phase,
     Protocol,
     Refuse,
@@ -34,6 +36,7 @@ from extproc.session import (
     Note,
     Pass,
     Passed,
+    Patience,
     Reject,
     Route,
     Send,
@@ -209,6 +212,7 @@ def test_no_walk_breaks_a_promise_to_envoy(walk: list[tuple[Event, Verdict | Non
             assert actions == []
         else:
             (reply,) = sends
+            assert not isinstance(reply, MoreTime)
             assert isinstance(reply, Refuse) or reply.phase is PHASES[type(event)]
         answered += sum(isinstance(action, Answered) for action in actions)
         closed += sum(isinstance(action, Close) for action in actions)
@@ -363,6 +367,54 @@ def test_answers_that_are_no_stream_end_it_too(event: ResponseBody, kind: Answer
         Send(Continue(Phase.RESPONSE_BODY)),
         Close(),
     ]
+
+
+@pytest.mark.parametrize("details", ["no_healthy_upstream", "upstream_reset_before_response_started{overflow}"])
+@pytest.mark.parametrize("chunk", [b"no healthy upstream", TOKEN, b""])
+def test_envoys_own_words_are_no_answer_of_an_engine(details: str, chunk: bytes) -> None:
+    event = ResponseBody(chunk, True, 503, None, details)
+    assert session_in(State.AWAIT_ANSWER).on_event(event) == [
+        Answered(AnswerKind.UNANSWERED, 503, None, details),
+        Send(Continue(Phase.RESPONSE_BODY)),
+        Close(),
+    ]
+    headed = ResponseHeaders(Headers(), False, 503, None, details)
+    assert session_in(State.AWAIT_ANSWER).on_event(headed)[0] == Answered(AnswerKind.UNANSWERED, 503, None, details)
+
+
+def test_an_answer_by_way_of_the_upstream_is_the_engines() -> None:
+    told = session_in(State.AWAIT_ANSWER).on_event(ResponseBody(b"full", True, 503, None, "via_upstream"))
+    assert told[0] == Answered(AnswerKind.ERROR, 503, None, "via_upstream")
+
+
+@pytest.mark.parametrize("mode", BodyMode)
+def test_who_comes_after_another_picker_stays_out_of_its_way(mode: BodyMode) -> None:
+    """Metadata tells, which no client can write."""
+    chosen = {"envoy.lb": {"x-gateway-destination-endpoint": "10.0.0.1:8000"}}
+    protocol = Protocol(mode, BodyMode.STREAMED)
+    first = replace(headers(protocol=protocol), metadata=chosen)
+    session = Session()
+    assert session.on_event(first)[:2] == [Note(Passed.DECIDED_BEFORE), *go_on(Phase.REQUEST_HEADERS)]
+    assert not any(isinstance(action, Decide) for action in session.on_event(body()))
+
+
+@pytest.mark.parametrize(("size", "more_time"), [(99, False), (100, True), (101, True)])
+def test_for_a_large_body_more_time_is_asked_for_before_anything_is_decided(size: int, more_time: bool) -> None:
+    session = Session(patience=Patience(100, 5.0))
+    session.on_event(headers())
+    *asked, decide = session.on_event(body(b"x" * size))
+    assert asked == ([Send(MoreTime(5.0))] if more_time else [])
+    assert isinstance(decide, Decide)
+    assert decide.patient == more_time
+    assert session.decided(ROUTE) == [Send(ROUTE.reply)]
+
+
+def test_full_duplex_has_no_timeout_to_be_lengthened_and_gets_the_time_all_the_same() -> None:
+    session = Session(patience=Patience(100, 5.0))
+    session.on_event(headers(protocol=DUPLEX))
+    (decide,) = session.on_event(body(b"x" * 100))
+    assert isinstance(decide, Decide)
+    assert decide.patient
 
 
 def test_the_status_of_the_headers_counts_for_a_body_without_one() -> None:

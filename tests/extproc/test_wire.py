@@ -15,6 +15,7 @@ from extproc.exchange import (
     BodyMode,
     Continue,
     Headers,
+    MoreTime,
     Phase,
     Protocol,
     Refuse,
@@ -135,6 +136,29 @@ def test_the_first_response_chunk_tells_status_and_served_endpoint() -> None:
     message.attributes[FILTER].update({"response.code": 404})
     message.metadata_context.filter_metadata["envoy.lb"].update({SERVED: "10.0.0.1:8000"})
     assert wire.read(message) == ResponseBody(b"data: {}\n\n", False, 404, "10.0.0.1:8000")
+
+
+def test_the_first_part_of_an_answer_tells_whose_it_is() -> None:
+    for details in (
+        "via_upstream",
+        "no_healthy_upstream",
+        "upstream_reset_before_response_started{connection_refused}",
+    ):
+        body, headers = ProcessingRequest(), ProcessingRequest()
+        body.response_body.body = b"x"
+        headers.response_headers.end_of_stream = True
+        for message in (body, headers):
+            message.attributes[FILTER].update({"response.code": 503, "response.code_details": details})
+        assert wire.read(body) == ResponseBody(b"x", False, 503, None, details)
+        assert wire.read(headers) == ResponseHeaders(Headers(), True, 503, None, details)
+
+
+@pytest.mark.parametrize("odd", ["", 1, True, None, {"via": "upstream"}, ["via_upstream"]])
+def test_details_that_are_no_text_are_none(odd: Json) -> None:
+    message = ProcessingRequest()
+    message.response_body.body = b"x"
+    message.attributes[FILTER].update({"response.code_details": odd})
+    assert wire.read(message) == ResponseBody(b"x", False, None, None)
 
 
 def test_later_response_chunks_tell_neither() -> None:
@@ -333,6 +357,13 @@ def test_a_refusal_is_an_immediate_response() -> None:
     assert not answer.HasField("grpc_status")
 
 
+@pytest.mark.parametrize("seconds", [0.001, 0.25, 5.0, 61.5])
+def test_more_time_is_asked_for_with_nothing_else(seconds: float) -> None:
+    message = wire.write(MoreTime(seconds))
+    assert message.override_message_timeout.ToTimedelta().total_seconds() == seconds
+    assert message.WhichOneof("response") is None
+
+
 def test_a_status_that_the_enum_does_not_name_travels_all_the_same() -> None:
     message = wire.write(Refuse(499, (), b"", ""))
     assert ProcessingResponse.FromString(wire.serialize_response(message)).immediate_response.status.code == 499
@@ -373,6 +404,7 @@ def test_a_typical_entry_is_read_whole() -> None:
         metadata={"headway": {"id": "abc"}},
         status=200,
         details="via_upstream",
+        body_bytes=1234,
         flags=frozenset(),
         upstream="10.0.0.1:8000",
         cluster="pool",
@@ -397,6 +429,7 @@ def test_an_empty_entry_knows_nothing_and_claims_nothing() -> None:
         metadata={},
         status=None,
         details="",
+        body_bytes=0,
         flags=frozenset(),
         upstream=None,
         cluster=None,
@@ -539,4 +572,5 @@ def typical_entry() -> HTTPAccessLogEntry:
     entry.request.request_id = "9b0d"
     entry.response.response_code.value = 200
     entry.response.response_code_details = "via_upstream"
+    entry.response.response_body_bytes = 1234
     return entry

@@ -183,6 +183,7 @@ def scalar(field: FieldDescriptor, *, sane: bool) -> st.SearchStrategy[object]:
         FieldDescriptor.TYPE_BYTES: st.binary(max_size=20),
         FieldDescriptor.TYPE_STRING: TEXTS,
         FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
+        FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
     }[field.type]
 
 

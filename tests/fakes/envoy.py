@@ -10,7 +10,7 @@ import msgspec
 from extproc import wire
 from extproc.pb.access_log_pb2 import AccessLogType, StreamAccessLogsMessage
 from extproc.pb.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
-from extproc.replies import DESTINATION
+from extproc.replies import DESTINATION, VIA_UPSTREAM
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -49,10 +49,21 @@ def response_body(chunk: bytes = FIRST_TOKEN, status: int = 200, end_of_stream: 
     return message.SerializeToString()
 
 
-def log_entry(metadata: Mapping[str, dict[str, Any]], status: int = 200, final: bool = True) -> StreamAccessLogsMessage:
+def log_entry(
+    metadata: Mapping[str, dict[str, Any]],
+    status: int | None = 200,
+    final: bool = True,
+    details: str = VIA_UPSTREAM,
+    body_bytes: int = 0,
+    left: bool = False,
+) -> StreamAccessLogsMessage:
     message = StreamAccessLogsMessage()
     entry = message.http_logs.log_entry.add()
-    entry.response.response_code.value = status
+    if status is not None:
+        entry.response.response_code.value = status
+    entry.response.response_code_details = details
+    entry.response.response_body_bytes = body_bytes
+    entry.common_properties.response_flags.downstream_connection_termination = left
     entry.common_properties.access_log_type = AccessLogType.DownstreamEnd if final else AccessLogType.DownstreamPeriodic
     for namespace, values in metadata.items():
         entry.common_properties.metadata.filter_metadata[namespace].update(values)

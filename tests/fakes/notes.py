@@ -27,5 +27,8 @@ class Notes(JsonLog):
 
 
 def counted(registry: CollectorRegistry, name: str, **labels: str) -> float:
-    """A counter's value; 0 if nothing was counted."""
-    return registry.get_sample_value(f"headway_{name}_total", labels) or 0.0
+    """The sum of a counter's series that have these labels; 0 if nothing was counted."""
+    wanted = f"headway_{name}_total"
+    families = registry.restricted_registry([wanted]).collect()
+    samples = (sample for family in families for sample in family.samples if sample.name == wanted)
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
