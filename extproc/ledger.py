@@ -219,4 +219,9 @@ def _usage(reported: Mapping[str, object]) -> Usage:
             return None
         return round(value) if 0 <= value < 1e12 else None
 
-    return Usage(tokens("prompt"), tokens("cached"), tokens("output"))
+    prompt, cached = tokens("prompt"), tokens("cached")
+    if prompt is None and (fresh := tokens("input")) is not None:
+        # Anthropic's way: what was computed, read from the cache and written to it together make up the prompt.
+        cached = tokens("cache_read")
+        prompt = fresh + (cached or 0) + (tokens("cache_written") or 0)
+    return Usage(prompt, cached, tokens("output"))

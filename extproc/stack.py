@@ -243,6 +243,7 @@ class Stack:
         pool = {"name": "sim", "tokenizer": str(self.model_folder), "learning": learning, "workers": workers}
         config: dict[str, Any] = {
             "listen": {"grpc": f"127.0.0.1:{self.grpc_port}", "admin": f"127.0.0.1:{self.admin_port}"},
+            "gateway": {"max_message_timeout_s": 5.0},  # as envoy.yaml has it
             "shutdown": {"notice_s": 1.5, "grace_s": 5.0},
             "pools": [{**pool, **self.pool}],
         }

@@ -33,9 +33,10 @@ def digest(body: bytes) -> str:
 
 class Scripted:
     """Scripts: `streamed` (the default), `streamed N` tokens, `paced N` with 10 ms before each, `late N` tenths of
-    a second before the first, `plain`, `error`,
-    `empty`, `empty chunked`, `early` (an error before the body has been read), `websocket`. `full` makes it refuse
-    every POST with that status instead."""
+    a second before the first, `slow N` tenths before the headers, `interim` (a 102 before them), `plain`, `error`,
+    `empty`, `empty chunked`, `full N` (status N and why), `mute N` (status N without a body), `early` (an error before
+    the body has been read), `reset` (no answer at all), `cut N` (after N tokens), `websocket`. The attribute `full`
+    makes it refuse every POST with that status instead."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -77,6 +78,18 @@ class Scripted:
                 return web.Response(status=400, body=ERROR, content_type="application/json", headers=headers)
             case "empty" if not more:
                 return web.Response(headers=headers)
+            case "full":
+                return web.Response(status=int(more), body=FULL, content_type="application/json", headers=headers)
+            case "mute":
+                return web.Response(status=int(more), headers=headers)
+            case "reset":
+                return self._reset(request)
+            case "slow":
+                await asyncio.sleep(int(more) / 10)
+                more = ""
+            case "interim":
+                assert request.transport is not None
+                request.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
         response = web.StreamResponse(headers={**headers, "content-type": "text/event-stream"})
         await response.prepare(request)
         if script == "empty":
@@ -89,11 +102,21 @@ class Scripted:
                 if script == "paced":
                     await asyncio.sleep(0.01)
                 await response.write(b": %d\n" % number + TOKEN)
+            if script == "cut":
+                # Envoy passes on what it has read before it hears of the end.
+                await asyncio.sleep(0.05)
+                return self._reset(request)
             await response.write(DONE)
         except (ConnectionError, asyncio.CancelledError):
             self.broken_off += 1
             raise
         return response
+
+    @staticmethod
+    def _reset(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
 
     async def _converse(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(max_msg_size=16 << 20)

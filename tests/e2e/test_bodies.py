@@ -176,7 +176,11 @@ def deep(levels: int) -> bytes:
 @pytest.mark.parametrize(
     ("body", "decided"),
     [
-        pytest.param(b"\xef\xbb\xbf" + encoded("hi"), False, id="byte order mark"),
+        pytest.param(b"\xef\xbb\xbf" + encoded("hi"), True, id="byte order mark"),
+        pytest.param(b"\xef\xbb\xbf\xef\xbb\xbf" + encoded("hi"), False, id="two byte order marks"),
+        pytest.param(encoded("hé").decode().encode("utf-16"), True, id="UTF-16"),
+        pytest.param(encoded("hé").decode().encode("utf-32-be"), True, id="UTF-32"),
+        pytest.param(encoded("hi").decode().encode("utf-16")[:-1], False, id="UTF-16, cut short"),
         pytest.param(b'{"model":"x",' + encoded("hi")[1:], True, id="double keys"),
         pytest.param(encoded("hi")[:-1] + b',"model":"other"}', False, id="double keys, the last one unknown"),
         pytest.param(deep(500), True, id="nested 500 deep"),

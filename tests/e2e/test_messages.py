@@ -86,12 +86,19 @@ async def test_prompts_are_tokenized_as_the_engine_does_it(bench: Bench, client:
     await stream(client, question(text))
     await bench.settled()
     estimated = await bench.metric("headway_prompts_estimated_total")
+    right = await bench.metric("headway_cache_estimates_total", verdict="right")
     message, headers = await stream(client, question(text))
     cached = message.usage.cache_read_input_tokens
     assert cached is not None
     assert cached >= 496
     assert int(headers["x-headway-cached-tokens"]) == cached
     assert await bench.metric("headway_prompts_estimated_total") == estimated
+    # The same count came to the filter, by Envoy, under Anthropic's names.
+    await bench.settled()
+    assert await bench.metric("headway_cache_estimates_total", verdict="right") == right + 1
+    assert bench.stack.filter is not None
+    lines = [json.loads(line) for line in bench.stack.filter.log.read_text().splitlines() if '"ended"' in line]
+    assert (lines[-1]["cached_tokens"], lines[-1]["output_tokens"]) == (cached, 12)
 
 
 async def test_tools_are_estimated_and_served(bench: Bench, client: anthropic.AsyncAnthropic) -> None:

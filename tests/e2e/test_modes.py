@@ -30,8 +30,9 @@ from tests.e2e.harness import (
     running,
     send_to,
     set_modes,
+    until,
 )
-from tests.e2e.scripted import DONE, TOKEN, Scripted, digest
+from tests.e2e.scripted import DONE, FULL, TOKEN, Scripted, digest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -140,8 +141,6 @@ def ungraded_as(script: str, response: str) -> str | None:
     """Why a routed request has no grade; None if it has one."""
     if response == "NONE":
         return "unseen"
-    if script == "empty" and response == "STREAMED":
-        return "given_up"  # of an answer without a body only its headers would tell, which Envoy is told to skip
     return {"streamed": None, "plain": "plain", "error": "error"}.get(script, "empty")
 
 
@@ -173,13 +172,127 @@ async def test_what_comes_out_is_what_went_in(edge: Edge, modes: tuple[str, str]
     assert by("headway_requests_ended_total") == routed
     assert by("headway_passed_total", reason="no_body") == (not routed) == by("headway_passed_total")
     reason = ungraded_as(script, modes[1])
-    if reason != "given_up":
-        assert by("headway_requests_ended_total", source="access_log") == routed
+    assert by("headway_requests_ended_total", source="access_log") == routed
     assert by("headway_predictions_graded_total") == (routed and reason is None)
     assert by("headway_ungraded_total") == (routed and reason is not None)
     if routed and reason is not None:
         assert by("headway_ungraded_total", reason=reason) == 1
     assert by("headway_bugs_total") == 0
+
+
+FAULTS = {  # script -> why there is no grade; None: there is one
+    "late 2": None,
+    "slow 2": None,
+    "interim": None,
+    "cut 3": None,
+    "reset": "unanswered",
+    "full 503": "error",
+    "full 429": "error",
+    "mute 503": "error",
+    "mute 429": "error",
+    "mute 500": "error",
+}
+
+
+@pytest.mark.parametrize("script", FAULTS)
+@pytest.mark.parametrize("size", [4 << 10, 300_000])
+@pytest.mark.parametrize("modes", PAIRS, ids="-".join)
+async def test_whatever_an_engine_does_its_client_sees_that_and_one_counter_moves(
+    edge: Edge, modes: tuple[str, str], size: int, script: str
+) -> None:
+    word, _, number = script.partition(" ")
+    body = prompt(size)
+    before = await edge.bench.metrics()
+    got = b""
+    status = 0
+    broken = False
+    try:
+        headers = {"x-script": script}
+        url = edge.url(modes) + CHAT
+        async with edge.bench.http.post(url, data=io.BytesIO(body), headers=headers) as response:
+            status = response.status
+            async for piece in response.content.iter_any():
+                got += piece
+    except aiohttp.ClientPayloadError:
+        broken = True
+    assert edge.upstream.seen[-1].body_digest == digest(body)
+    assert broken == (word == "cut")
+    match word:
+        case "cut":
+            assert (status, got) == (200, b"".join(b": %d\n" % count + TOKEN for count in range(3)))
+        case "reset":
+            assert status == 503  # Envoy's own
+        case "full":
+            assert (status, got) == (int(number), FULL)
+        case "mute":
+            assert (status, got) == (int(number), b"")
+        case _:
+            assert (status, got.count(TOKEN), got.endswith(DONE)) == (200, 20, True)
+    await edge.bench.settled()
+    by = moved(before, await edge.bench.metrics())
+    reason = "unseen" if modes[1] == "NONE" else FAULTS[script]
+    assert by("headway_decisions_total", outcome="routed") == 1 == by("headway_decisions_total")
+    assert by("headway_requests_ended_total", source="access_log") == 1 == by("headway_requests_ended_total")
+    assert by("headway_predictions_graded_total") == (reason is None)
+    assert by("headway_ungraded_total") == (reason is not None)
+    if reason is not None:
+        assert by("headway_ungraded_total", reason=reason) == 1
+    refused = number in ("503", "429")
+    assert by("headway_engine_refusals_total") == refused
+    assert by("headway_engine_refusals_total", worker="a", status=number) == refused
+    assert by("headway_requests_retried_total") == (number == "503")
+    assert by("headway_bugs_total") == 0
+
+
+@pytest.mark.parametrize("phase", ["uploading", "waiting", "streaming"])
+@pytest.mark.parametrize("size", [4 << 10, 300_000])
+@pytest.mark.parametrize("modes", PAIRS, ids="-".join)
+async def test_a_client_that_leaves_is_counted_for_what_it_was(
+    edge: Edge, modes: tuple[str, str], size: int, phase: str
+) -> None:
+    before = await edge.bench.metrics()
+    gone, seen = edge.upstream.broken_off, len(edge.upstream.seen)
+    client = RawClient(edge.ports[modes])
+    body = prompt(size)
+    await client.send_request(body, part=0.5 if phase == "uploading" else 1.0, x_script="paced 100000")
+    match phase:
+        case "uploading":
+            await until(lambda: streams_open(edge), 5, "stream to the filter, or one that is over")
+            await asyncio.sleep(0.1)
+        case "waiting":
+
+            async def arrived() -> bool:
+                return len(edge.upstream.seen) > seen
+
+            await until(arrived, 5, "arrival")
+        case _:
+            await client.receive_until(TOKEN)
+    client.close()
+
+    async def heard() -> bool:
+        return edge.upstream.broken_off > gone
+
+    if phase != "uploading":
+        await until(heard, 5, "end at the engine")
+    await edge.bench.settled()
+    by = moved(before, await edge.bench.metrics())
+    # Without its body a request is decided as soon as its headers are there.
+    routed = phase != "uploading" or modes[0] in ("STREAMED", "NONE")
+    assert by("headway_decisions_total", outcome="routed") == routed == by("headway_decisions_total")
+    assert by("headway_requests_ended_total") == routed
+    outcomes = by("headway_predictions_graded_total") + by("headway_ungraded_total")
+    assert outcomes == routed
+    if modes[1] == "NONE":
+        assert by("headway_ungraded_total", reason="unseen") == routed
+    elif phase == "streaming":
+        assert by("headway_predictions_graded_total") == 1
+    elif phase == "uploading":
+        assert by("headway_ungraded_total", reason="given_up") == routed
+    assert by("headway_bugs_total") == 0
+
+
+async def streams_open(edge: Edge) -> bool:
+    return await edge.bench.metric("headway_streams_open") > 0 or await edge.bench.metric("headway_decisions_total") > 0
 
 
 @pytest.mark.parametrize("modes", PAIRS, ids="-".join)

@@ -270,7 +270,7 @@ def test_a_worker_that_leaves_takes_its_tickets_along(desk: Desk) -> None:
 ODD: list[object] = [None, True, "12", -1.0, math.nan, math.inf, -math.inf, 1e300, [], {}, 0.0, 0.5, 1e11]
 
 
-@pytest.mark.parametrize("key", ["prompt", "cached", "output"])
+@pytest.mark.parametrize("key", ["prompt", "cached", "output", "input", "cache_read", "cache_written"])
 def test_odd_usage_is_unknown_usage(key: str) -> None:
     for value in ODD:
         desk = Desk()
@@ -285,10 +285,37 @@ def test_odd_usage_is_unknown_usage(key: str) -> None:
         )  # fmt: skip
         desk.assert_empty()
         (ended,) = desk.filter.log.of("ended")
-        if key != "prompt":
+        if key in ("cached", "output"):
             reported = ended[f"{key}_tokens"]
             sound = isinstance(value, float) and 0 <= value < 1e12
             assert reported == (round(value) if isinstance(value, float) and sound else None)
+
+
+@pytest.mark.parametrize(
+    ("reported", "prompt", "cached"),
+    [
+        ({"input": 40.0, "cache_read": 48.0, "cache_written": 12.0}, 100, 48),
+        ({"input": 40.0, "cache_read": 0.0}, 40, 0),
+        ({"input": 40.0}, 40, None),
+        ({"cache_read": 48.0}, None, None),
+        ({"prompt": 100.0, "cached": 16.0, "input": 1.0, "cache_read": 1.0}, 100, 16),
+    ],
+)
+def test_anthropics_parts_are_added_up(
+    desk: Desk,
+    monkeypatch: pytest.MonkeyPatch,
+    reported: Mapping[str, object],
+    prompt: int | None,
+    cached: int | None,
+) -> None:
+    learned: list[int] = []
+    monkeypatch.setattr(desk.filter.text, "learn_size", lambda body_bytes, tokens: learned.append(tokens))
+    desk.answered()
+    desk.closed()
+    desk.ended({**reported, "output": 3.0})
+    (line,) = desk.filter.log.of("ended")
+    assert (line["cached_tokens"], line["output_tokens"]) == (cached, 3)
+    assert learned == ([] if prompt is None else [prompt])
 
 
 def test_reported_prompt_lengths_teach_the_estimate(desk: Desk) -> None:
