@@ -102,6 +102,52 @@ def test_envoy_waits_longer_than_a_prompt_may_take_to_read(ext_proc: dict[str, A
     assert seconds(ext_proc["max_message_timeout"]) >= message_timeout_s
 
 
+def test_the_table_of_limits_says_what_the_files_say(
+    config: dict[str, Any], manager: dict[str, Any], ext_proc: dict[str, Any], clusters: dict[str, Any], tmp_path: Path
+) -> None:
+    """docs/configuration.md is the one place where all of them stand."""
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    rows = (line.strip("|").split("|") for line in text.partition("## Limits")[2].splitlines() if line.startswith("|"))
+    told = {cells[0].strip(): cells[2].strip() for cells in rows}
+    (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
+    defaults = Config()
+    buffer = config["static_resources"]["listeners"][0]["per_connection_buffer_limit_bytes"]
+    (thresholds,) = clusters["headway"]["circuit_breakers"]["thresholds"]
+    stack_s: float = Stack(tmp_path, [])._filter_config()["gateway"]["max_message_timeout_s"]
+    assert stack_s == seconds(ext_proc["max_message_timeout"])
+    assert {key: value for key, value in told.items() if key not in ("limit", "---")} == {
+        "`per_connection_buffer_limit_bytes`": f"{buffer >> 20} MiB",
+        "gRPC message": f"{MAX_MESSAGE_BYTES >> 20} MiB",
+        "`message_timeout`": f"{seconds(ext_proc['message_timeout']):g} s",
+        "`tokenization.deadline_s`": f"{defaults.tokenization.deadline_s:g} s",
+        "`max_message_timeout`": f"{stack_s:g} s",
+        "deadline of large bodies": f"{stack_s / 2:g} s",
+        "`stream_idle_timeout`": f"{seconds(manager['stream_idle_timeout']):g} s",
+        "`request_timeout`": f"{seconds(manager['request_timeout']):g} s",
+        "route `timeout`": f"{seconds(route['route']['timeout']):g} s",
+        "`circuit_breakers` `max_requests`": str(thresholds["max_requests"]),
+        "`shutdown.notice_s` + `shutdown.grace_s`": f"{defaults.shutdown.notice_s + defaults.shutdown.grace_s:g} s",
+    }
+
+
+@pytest.mark.parametrize("name", ["envoy.yaml", "full_duplex.yaml", "clusters.yaml"])
+def test_a_request_without_a_decision_goes_to_the_living(name: str) -> None:
+    """In every example: another engine on retry, and none that has just refused a connection."""
+    example = yaml.safe_load(envoy_config_path(name).read_text())
+    engines = next(cluster for cluster in example["static_resources"]["clusters"] if cluster["name"] == "engines")
+    outliers = engines["outlier_detection"]
+    assert outliers["split_external_local_origin_errors"] is True
+    assert outliers["consecutive_local_origin_failure"] == 1
+    assert outliers["enforcing_consecutive_5xx"] == 0
+    assert outliers["max_ejection_percent"] == 100
+    assert engines["common_lb_config"]["healthy_panic_threshold"]["value"] < 100 / 64
+    chain = example["static_resources"]["listeners"][0]["filter_chains"][0]
+    for route in chain["filters"][0]["typed_config"]["route_config"]["virtual_hosts"][0]["routes"]:
+        (predicate,) = route["route"]["retry_policy"]["retry_host_predicate"]
+        assert predicate["name"] == "envoy.retry_host_predicates.previous_hosts"
+        assert route["route"]["retry_policy"]["host_selection_retry_max_attempts"] >= 10
+
+
 def test_a_filter_that_is_away_stops_nothing(ext_proc: dict[str, Any], clusters: dict[str, Any]) -> None:
     assert ext_proc["failure_mode_allow"] is True
     assert clusters["headway"]["common_lb_config"]["healthy_panic_threshold"]["value"] == 0
