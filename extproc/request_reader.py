@@ -16,6 +16,8 @@ from extproc.session import MAX_BODY_BYTES, Decide
 # Gateways that send no bodies name the model here (Envoy AI Gateway; llm-d's payload processor).
 _MODEL_HEADERS = ("x-ai-eg-model", "x-gateway-model-name")
 _UNKNOWN_BODY_BYTES = 4096
+# Takes 2 ms. Nobody was ever seen to send prompts so, let alone long ones.
+_TRANSCODED_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -67,6 +69,8 @@ def _as_utf8(body: bytes) -> bytes:
         return body
     if encoding == "utf-8-sig":
         return body.removeprefix(_BYTE_ORDER_MARK)
+    if len(body) > _TRANSCODED_BYTES:
+        raise Unreadable(f"more than {_TRANSCODED_BYTES} bytes of {encoding}")
     try:
         return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:

@@ -64,11 +64,11 @@ async def test_envoys_own_503_is_not_an_engine_that_is_full(modes: tuple[str, st
 @pytest.mark.parametrize("modes", MODES, ids="-".join)
 @pytest.mark.parametrize("script", ["full 503", "mute 503", "full 429", "mute 429"])
 async def test_an_engines_503_is(modes: tuple[str, str], script: str) -> None:
-    """Also one that says nothing more, and one that Envoy does not show to us."""
+    """Also one without a body, one that Envoy does not show to us, and one to a request that is not streamed."""
     async with Scripted("w") as engine, lone(modes, engine.port) as bench:
         status = script[-3:]
-        for _ in range(3):
-            assert (await bench.post(chat(), x_script=script)).status == int(status)
+        for stream in (True, False, None):
+            assert (await bench.post(chat(stream=stream), x_script=script)).status == int(status)
         await bench.settled()
         page = await bench.metrics()
         assert page.sum("headway_engine_refusals_total", worker="w", status=status) == 3
