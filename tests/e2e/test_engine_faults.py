@@ -45,7 +45,7 @@ async def fault(bench: Bench, engines: str = "ab", **fields: Any) -> None:
 
 async def counts(bench: Bench) -> dict[str, float]:
     page = await bench.metrics()
-    kinds = ("plain", "error", "empty", "given_up", "served_elsewhere", "unseen")
+    kinds = ("plain", "error", "empty", "given_up", "served_elsewhere", "unseen", "unanswered")
     told = {kind: page.sum("headway_ungraded_total", reason=kind) for kind in kinds}
     return {**told, "graded": page.sum("headway_predictions_graded_total")}
 
@@ -129,7 +129,7 @@ async def test_a_reset_without_an_answer_is_envoys_to_report(bench: Bench) -> No
     before = await counts(bench)
     answer = await bench.post(chat("hello"))
     assert answer.status == 503
-    assert "graded" not in await moved(bench, before)
+    assert await moved(bench, before) == {"unanswered": 1}
 
 
 async def test_clients_that_leave_a_hanging_engine_leave_nothing_behind(bench: Bench) -> None:
