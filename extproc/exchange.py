@@ -141,6 +141,8 @@ class ResponseHeaders(msgspec.Struct, frozen=True, gc=False):
     """The "ip:port" that Envoy's override_host policy picked in the end."""
     details: str | None = None
     """Where the answer comes from (attribute `response.code_details`): `via_upstream`, or why Envoy gives its own."""
+    protocol: Protocol | None = None
+    """As in RequestHeaders, where this is the first message: a filter before us answered the request itself."""
 
 
 class ResponseBody(msgspec.Struct, frozen=True, gc=False):

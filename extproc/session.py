@@ -142,8 +142,7 @@ _PHASES: dict[type[Event], Phase] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(msgspec.Struct, frozen=True):
     """For bodies of `body_bytes` or more, Envoy is asked to wait `timeout_s` for the decision."""
 
     body_bytes: int
@@ -184,6 +183,8 @@ class Session:
                 return []
             case State.IDLE, RequestHeaders():
                 return self._headers_came(event)
+            case State.IDLE, ResponseHeaders():
+                return self._answered_before_us(event)
             case State.AWAIT_BODY, RequestBody():
                 return self._body_came(event)
             case State.AWAIT_BODY, RequestTrailers() if self._duplex_request:
@@ -274,6 +275,13 @@ class Session:
                 self._decision_phase = Phase.REQUEST_HEADERS
                 return self._decide(None)
 
+    def _answered_before_us(self, event: ResponseHeaders) -> list[Action]:
+        """A filter before us in the chain, say one that checks credentials, has refused the request by itself."""
+        self._protocol = event.protocol or _DEFAULT_PROTOCOL
+        self.state = State.RELAY
+        actions = self._go_on(event)
+        return [*actions, *self._close()] if self._may_close else actions
+
     def _body_came(self, event: RequestBody) -> list[Action]:
         if not self._duplex_request:
             # A BUFFERED body is whole even where it does not say so, because trailers follow.
@@ -291,12 +299,13 @@ class Session:
         assert self._api is not None
         self.state = State.DECIDING
         seen = self._protocol.response_body in (BodyMode.STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
-        decide = Decide(self._api, self._headers, body, self._metadata, complete, seen)
-        if self._patience is None or body is None or len(body) < self._patience.body_bytes:
-            return [decide]
-        decide = replace(decide, patient=True)
+        patience = self._patience
+        patient = patience is not None and body is not None and len(body) >= patience.body_bytes
+        decide = Decide(self._api, self._headers, body, self._metadata, complete, seen, patient)
         # Full duplex has no timeout to be lengthened.
-        return [decide] if self._duplex_request else [Send(MoreTime(self._patience.timeout_s)), decide]
+        if patience is None or not patient or self._duplex_request:
+            return [decide]
+        return [Send(MoreTime(patience.timeout_s)), decide]
 
     def _send_back(self, more_follows: bool = False) -> list[Action]:
         """The kept pieces of a full-duplex body, in order, and the trailers' answer where they ended it."""

@@ -105,7 +105,7 @@ def read(message: ProcessingRequest) -> Event:
             if status is None:
                 status = _status(message)
             served, details = _served_endpoint(message), _details(message)
-            return ResponseHeaders(headers, part.end_of_stream, status, served, details)
+            return ResponseHeaders(headers, part.end_of_stream, status, served, details, _protocol(message))
         case "request_trailers":
             return RequestTrailers()
         case "response_trailers":

@@ -45,6 +45,13 @@ PARTIAL_BYTES = 1 << 20
 SIZES = (0, 4 << 10, 300_000, 5 << 20)
 SCRIPTS = ("streamed", "plain", "error", "empty", "empty chunked")
 GRPC_SERVICE = "test.Echo"
+# A filter before ours that answers by itself, as those do that check credentials.
+GUARD = """
+function envoy_on_request(handle)
+  local size = handle:headers():get("x-denied")
+  if size ~= nil then handle:respond({[":status"] = "401"}, string.rep("no", tonumber(size))) end
+end
+"""
 
 
 @dataclass(slots=True)
@@ -82,6 +89,9 @@ async def edge() -> AsyncIterator[Edge]:
             manager = listeners[0]["filter_chains"][0]["filters"][0]["typed_config"]
             manager["http_protocol_options"] = {"enable_trailers": True}
             manager["upgrade_configs"] = [{"upgrade_type": "websocket"}]
+            lua = "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua"
+            guard = {"@type": lua, "default_source_code": {"inline_string": GUARD}}
+            manager["http_filters"].insert(0, {"name": "guard", "typed_config": guard})
             routes = manager["route_config"]["virtual_hosts"][0]["routes"]
             routes.insert(
                 0, {"match": {"prefix": f"/{GRPC_SERVICE}/"}, "route": {"cluster": "over_grpc", "timeout": "0s"}}
@@ -178,6 +188,23 @@ async def test_what_comes_out_is_what_went_in(edge: Edge, modes: tuple[str, str]
     if routed and reason is not None:
         assert by("headway_ungraded_total", reason=reason) == 1
     assert by("headway_bugs_total") == 0
+
+
+@pytest.mark.parametrize("denied", [0, 1, 100_000])
+@pytest.mark.parametrize("size", [0, 4 << 10, 300_000])
+@pytest.mark.parametrize("modes", PAIRS, ids="-".join)
+async def test_what_a_filter_before_us_answers_comes_through(
+    edge: Edge, modes: tuple[str, str], size: int, denied: int
+) -> None:
+    """Envoy shows us its answer without ever having shown us the request."""
+    seen = len(edge.upstream.seen)
+    before = await edge.bench.metrics()
+    answer = await edge.send(edge.url(modes), prompt(size), "streamed", x_denied=str(denied))
+    assert (answer.status, digest(answer.body)) == (401, digest(b"no" * denied))
+    assert len(edge.upstream.seen) == seen
+    await edge.bench.settled()
+    by = moved(before, await edge.bench.metrics())
+    assert by("headway_decisions_total") == by("headway_passed_total") == by("headway_bugs_total") == 0
 
 
 FAULTS = {  # script -> why there is no grade; None: there is one

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import io
 import json
 import signal
 import tempfile
@@ -146,7 +147,8 @@ async def test_what_the_first_does_not_know_the_second_decides(chain: Chain) -> 
 async def test_bodies_of_every_size_pass_both_unharmed(chain: Chain, model: str) -> None:
     for size in (100, 6_300, 70_000, 5 << 20):
         body = json.dumps(chat("x" * size, model=model)).encode()
-        async with chain.first.http.post(chain.first.stack.url + "/v1/chat/completions", data=body) as response:
+        url = chain.first.stack.url + "/v1/chat/completions"
+        async with chain.first.http.post(url, data=io.BytesIO(body)) as response:
             answer = await read(response)
         assert (answer.status, answer.complete) == (200, True)
         assert (answer.worker is None) == (model == "three")

@@ -1,11 +1,11 @@
 """The session: every event in every state, and the ways that exchanges go."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from extproc.answer import AnswerKind
 from extproc.apis import openai_chat, openai_completions
@@ -116,6 +116,7 @@ def go_on(phase: Phase) -> list[Action]:
 
 # What is not "a plain go-on" in the table of states and events.
 SPECIAL: dict[tuple[State, type[Event]], list[Action]] = {
+    (State.IDLE, ResponseHeaders): [Send(Continue(Phase.RESPONSE_HEADERS)), Close()],
     (State.AWAIT_BODY, RequestBody): [Decide(openai_chat.API, headers().headers, b"{}")],
     (State.AWAIT_BODY, ResponseHeaders): [
         Note(Passed.NO_BODY),
@@ -138,6 +139,7 @@ SPECIAL: dict[tuple[State, type[Event]], list[Action]] = {
 }
 AFTER = {
     (State.IDLE, RequestHeaders): State.AWAIT_BODY,
+    (State.IDLE, ResponseHeaders): State.CLOSED,
     (State.AWAIT_BODY, RequestBody): State.DECIDING,
     (State.AWAIT_BODY, ResponseHeaders): State.CLOSED,
     (State.AWAIT_BODY, ResponseBody): State.CLOSED,
@@ -385,6 +387,18 @@ def test_envoys_own_words_are_no_answer_of_an_engine(details: str, chunk: bytes)
 def test_an_answer_by_way_of_the_upstream_is_the_engines() -> None:
     told = session_in(State.AWAIT_ANSWER).on_event(ResponseBody(b"full", True, 503, None, "via_upstream"))
     assert told[0] == Answered(AnswerKind.ERROR, 503, None, "via_upstream")
+
+
+def test_an_answer_of_a_filter_before_us_is_sent_back_whole_in_full_duplex() -> None:
+    """Its headers are then the first message, and tell the modes."""
+    session = Session()
+    first = ResponseHeaders(Headers(), False, 401, None, "lua_response", DUPLEX)
+    assert session.on_event(first) == go_on(Phase.RESPONSE_HEADERS)
+    piece = ResponseBody(b"denied", False, None, None)
+    assert session.on_event(piece) == [Send(Echo(Phase.RESPONSE_BODY, b"denied", end_of_stream=False))]
+    assert session.on_event(replace(piece, chunk=b"", end_of_stream=True)) == [
+        Send(Echo(Phase.RESPONSE_BODY, b"", end_of_stream=True))
+    ]
 
 
 @pytest.mark.parametrize("mode", BodyMode)
