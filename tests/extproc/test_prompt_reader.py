@@ -157,8 +157,8 @@ async def test_who_may_take_longer_is_waited_for_longer(readers: Readers) -> Non
     tokenizer = HeldTokenizer()
     reader = PromptReader(readers.hasher, 1, 8, 0.05, readers.faults.append, patient_deadline_s=20)
     text = PoolText(tokenizer, None)
-    assert (await reader.read(text, completion(), [16])).estimated is Estimated.LATE
-    patient = asyncio.create_task(reader.read(text, completion(), [16], patient=True))
+    assert (await reader.read(text, completion(), [BY_16])).estimated is Estimated.LATE
+    patient = asyncio.create_task(reader.read(text, completion(), [BY_16], patient=True))
     await asyncio.sleep(0.2)
     assert not patient.done()
     tokenizer.let_go()
@@ -181,7 +181,7 @@ async def test_no_more_than_the_bound_are_read_at_a_time(readers: Readers) -> No
 
 
 async def test_late_threads_keep_their_places(readers: Readers) -> None:
-    tokenizer, reader = HeldTokenizer(), readers.make(max_pending=1, deadline_s=0.01)
+    tokenizer, reader = HeldTokenizer(), readers.make(max_pending=1, deadline_s=0.3)
     text = PoolText(tokenizer, None)
     assert (await reader.read(text, completion(), [BY_16])).estimated is Estimated.LATE
     assert (await reader.read(text, completion(), [BY_16])).estimated is Estimated.BUSY
@@ -212,7 +212,7 @@ async def test_a_fault_is_raised_to_whoever_waits(readers: Readers) -> None:
 
 
 async def test_a_late_fault_is_reported_once(readers: Readers) -> None:
-    tokenizer, reader = BrokenTokenizer(), readers.make(deadline_s=0.01)
+    tokenizer, reader = BrokenTokenizer(), readers.make(deadline_s=0.3)
     assert (await reader.read(PoolText(tokenizer, None), completion(), [BY_16])).estimated is Estimated.LATE
     tokenizer.let_go()
     await until(lambda: reader.pending == 0)
