@@ -23,6 +23,7 @@ STEERING = (
     "x-gateway-destination-endpoint-subset",
     "x-gateway-destination-endpoint-served",
     "x-headway-cluster",
+    "x-headway-endpoint",
     "x-headway-worker",
     "x-data-parallel-rank",
 )
