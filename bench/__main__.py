@@ -1,4 +1,4 @@
-"""Runs the benchmarks and prints them as one table. `python -m bench [domain] [decision] [edge]` runs a part."""
+"""Runs the benchmarks and prints them as one table. `python -m bench [domain] [decision] [edge] [refusals]` runs a part."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 
-from bench import decision, domain, edge
+from bench import decision, domain, edge, refusals
 from bench.row import Row, print_table
 
 _PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "domain": domain.rows,
     "decision": lambda: asyncio.run(decision.rows()),
     "edge": lambda: asyncio.run(edge.rows()),
+    "refusals": lambda: asyncio.run(refusals.rows()),
 }
 
 

@@ -1,0 +1,118 @@
+"""Refusals through the real Envoy: a burst of them at once, and a steady stream of them, while answers are streamed.
+
+Every request is read, tokenized and decided on as any other; a trusted `x-request-start` says that its bound is used
+up. Envoy, the filter, a simulated engine and the load share the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from bench.row import Row
+from enginesim import words
+from extproc.stack import EngineSpec, Stack
+
+_AT_ONCE, _BURSTS = 1000, 3
+_PER_S, _STEADY_S = 200, 5.0
+_STREAMS, _STREAM_TOKENS = 20, 4000
+_PROMPT_WORDS = 100
+
+
+async def rows() -> list[Row]:
+    spec = EngineSpec("a", prefill_us_per_token=1.0, step_ms=20.0, decode_ms=0.0, max_num_batched_tokens=8192)
+    with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
+        stack = Stack(Path(folder), [spec], {"gateway": {"trust_request_start": True}})
+        try:
+            await stack.start()
+            return await _measure(stack.listener_port)
+        finally:
+            await stack.stop()
+
+
+async def _measure(port: int) -> list[Row]:
+    for _ in range(50):
+        await _refused(await asyncio.open_connection("127.0.0.1", port))
+    gaps_s: list[float] = []
+    streams = [asyncio.create_task(_stream(port, gaps_s)) for _ in range(_STREAMS)]
+    await asyncio.sleep(1.0)
+    usual_s = _quantile(gaps_s, 0.99)
+    gaps_s.clear()
+    bursts = [ms for _ in range(_BURSTS) for ms in await _burst(port)]
+    burst_gap_s = _quantile(gaps_s, 0.99)
+    gaps_s.clear()
+    steady = await _steady(port)
+    steady_gap_s = _quantile(gaps_s, 0.99)
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+    budget = "p99 <= 50 ms"
+    return [
+        Row(f"{_AT_ONCE} refusals at once", _times(bursts), budget),
+        Row(f"{_PER_S} refusals a second, over new connections", _times(steady), budget),
+        Row(
+            f"99 % of gaps between tokens of {_STREAMS} streams",
+            f"{usual_s * 1e3:.0f} ms before, {burst_gap_s * 1e3:.0f} ms during bursts, {steady_gap_s * 1e3:.0f} ms "
+            "during the steady stream",
+        ),
+    ]
+
+
+def _times(ms: list[float]) -> str:
+    return f"p50 {_quantile(ms, 0.5):.0f} ms, p99 {_quantile(ms, 0.99):.0f} ms"
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))] if values else 0.0
+
+
+_numbers = itertools.count()
+
+
+def _request(headers: str, **fields: object) -> bytes:
+    text = f"{next(_numbers)} " + words.text(_PROMPT_WORDS, seed=1)
+    body = json.dumps({"model": "sim", "messages": [{"role": "user", "content": text}], **fields}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n{headers}\r\n"
+    return head.encode() + body
+
+
+async def _refused(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> float:
+    """Milliseconds from the request to its refusal, on an open connection."""
+    reader, writer = connection
+    started_s = time.perf_counter()
+    writer.write(_request(f"x-max-queue-wait-s: 5\r\nx-request-start: t={time.time() - 6}\r\n"))
+    head = await reader.readuntil(b"\r\n\r\n")
+    took_ms = (time.perf_counter() - started_s) * 1e3
+    assert head.startswith(b"HTTP/1.1 429"), head
+    writer.close()
+    return took_ms
+
+
+async def _burst(port: int) -> list[float]:
+    connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(_AT_ONCE)]
+    return list(await asyncio.gather(*(_refused(connection) for connection in connections)))
+
+
+async def _steady(port: int) -> list[float]:
+    asked = []
+    started_s = time.perf_counter()
+    for number in range(round(_PER_S * _STEADY_S)):
+        await asyncio.sleep(max(0.0, started_s + number / _PER_S - time.perf_counter()))
+        asked.append(asyncio.create_task(_refused(await asyncio.open_connection("127.0.0.1", port))))
+    return list(await asyncio.gather(*asked))
+
+
+async def _stream(port: int, gaps_s: list[float]) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_request("", stream=True, max_tokens=_STREAM_TOKENS))
+    await reader.readuntil(b"\r\n\r\n")
+    last_s: float | None = None
+    while await reader.read(65536):
+        now_s = time.perf_counter()
+        if last_s is not None:
+            gaps_s.append(now_s - last_s)
+        last_s = now_s
