@@ -1,4 +1,4 @@
-"""Runs the benchmarks and prints them as one table. `python -m bench [domain] [decision] [edge] [refusals]` runs a part."""
+"""Runs the benchmarks and prints them as one table. `python -m bench [domain] [decision] [edge] ...` runs a part."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -47,6 +48,14 @@ def _block(name: int, size: int) -> Iterator[int]:
     """Tokens that nobody else has: the same for the same name."""
     rng = np.random.default_rng(name)
     return iter(rng.integers(1, _VOCABULARY, size).tolist())
+
+
+class Client(Protocol):
+    """What comes after an answer or a refusal; None: nothing."""
+
+    def answered(self, ask: Ask, answer: list[int], now_s: float) -> Ask | None: ...
+
+    def refused(self, ask: Ask, now_s: float) -> Ask | None: ...
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from functools import partial
 from math import ceil
 
 from bench.goodput.policies import Policy
-from bench.goodput.traffic import Agents, Ask
+from bench.goodput.traffic import Ask, Client
 from enginesim.request import Request
 from enginesim.scheduler import Batch, Scheduler
 from enginesim.settings import CostSettings, SchedulerSettings
@@ -52,7 +52,7 @@ class World:
     costs: Sequence[CostSettings]
     limits: SchedulerSettings
     policy: Policy
-    agents: Agents | None = None
+    agents: Client | None = None  # who goes on after an answer or a refusal
     until_s: float | None = None  # nobody asks for anything more
     now_s: float = 0.0
     outcomes: dict[int, Outcome] = field(default_factory=dict)
@@ -109,8 +109,9 @@ class World:
         self.engines[worker].scheduler.add(request)
         self._flying[number] = request
 
-    def _go_on(self, ask: Ask) -> None:
-        self._later(max(ask.at_s, self.now_s), partial(self._ask, ask))
+    def _go_on(self, ask: Ask | None) -> None:
+        if ask is not None:
+            self._later(max(ask.at_s, self.now_s), partial(self._ask, ask))
 
     def _step_ended(self, engine: _Engine) -> None:
         batch, engine.under_way = engine.under_way, None
