@@ -1,4 +1,4 @@
-.PHONY: run test check bench test-engine chaos proto clean
+.PHONY: run test check bench test-engine test-clients chaos proto clean
 BIN := .venv/bin
 
 # The stamps: a venv is brought up to date when pyproject.toml changes, and only then.
@@ -29,6 +29,11 @@ bench: .venv/.installed-dev
 test-engine: .venv/.installed-dev
 	sh tests/engine/setup.sh
 	$(BIN)/python -m pytest tests/engine --run-engine $(ARGS)
+
+# LiteLLM as a client, in a venv of its own outside the checkout (about 200 MB).
+test-clients: .venv/.installed-dev
+	sh tests/clients/setup.sh
+	$(BIN)/python -m pytest tests/clients --run-clients $(ARGS)
 
 # Ten minutes of random kills, stops and restarts under traffic. MINUTES=2 for less.
 chaos: .venv/.installed-dev
