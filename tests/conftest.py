@@ -1,9 +1,8 @@
 """Which tests belong to a run, and which may be run a second time in it.
 
 `--run-engine`, `--run-clients`: whether tests with these markers, which need what is installed apart, are among them.
-Tests of whole
-processes (a real Envoy, engines) share their machine with whatever else runs there, and have a second go if they fail;
-the summary lists who needed one. All others have one.
+Tests of whole processes (a real Envoy, engines) share their machine with whatever else runs there, and have a second go
+if they fail; the summary lists who needed one. All others have one.
 """
 
 from pathlib import Path
