@@ -49,9 +49,11 @@ class Samples:
         noise_s: float,
         features: tuple[float, ...],
         trust: float = 1.0,
-    ) -> None:
+    ) -> bool:
+        """True if it is the first of its stratum."""
         self.taken += 1
         home = self._strata.pop(stratum, None)
+        first = home is None
         if home is None:
             if len(self._strata) >= _STRATA:
                 # The one that was not added to for longest; its place in the order says so.
@@ -61,6 +63,7 @@ class Samples:
         self._kept += home.taken < kept
         home.rows[home.taken % kept] = (seconds, noise_s, trust, home.taken, self.taken, *features)
         home.taken += 1
+        return first
 
     def memory(self) -> list[SampleRow]:
         """All rows, oldest first."""

@@ -53,7 +53,7 @@ _REQUEST_NOISE_S, _DECODE_NOISE_S, _INTERVAL_NOISE_S = 0.01, 0.01 / 8, 0.001
 # can hardly tell the two apart, and a busy worker multiplies the mistake by all that decode.
 _DECODE_RATIO = 0.03
 _REQUESTS_KEPT, _DECODES_KEPT, _INTERVALS_KEPT = 40, 64, 64
-_SAMPLES_PER_FIT, _ALL_FITTED = 8, 64
+_SAMPLES_PER_FIT, _ALL_FITTED = 8, 16
 # An attention that bends explains so much more of the samples, or is none.
 _BEND_GAIN, _BEND_MIN_SAMPLES = 8.0, 100
 _PLAIN = [REQUEST, REQUEST_TOKENS, STEPS, TOKENS, SQUARES, DECODES]
@@ -216,7 +216,7 @@ class PrefillCost:
         self._lengths = min(known[0], sample.computed_tokens), max(known[1], sample.computed_tokens)
         self._requests += 1
         self._take(
-            ("request", sample.computed_tokens.bit_length()),
+            ("request", sample.computed_tokens.bit_length(), ceil(sample.decodes_per_step).bit_length() // 3),
             _REQUESTS_KEPT,
             sample.seconds,
             _REQUEST_NOISE_S,
@@ -280,11 +280,12 @@ class PrefillCost:
         features: tuple[float, ...],
         at_once: bool = False,
     ) -> None:
-        self._samples.add(stratum, kept, seconds, noise_s, features)
-        # A fit takes a millisecond or two; what one more sample among many changes can wait for others.
+        first = self._samples.add(stratum, kept, seconds, noise_s, features)
+        # A fit takes a millisecond or two; what one more sample among many like it changes can wait for others.
         known = len(self._samples)
         due = known // _SAMPLES_PER_FIT if known > _ALL_FITTED else 1
-        if at_once or self._samples.taken - self._fitted_at >= due:
+        enough = not self.learned and self._is_enough()
+        if first or at_once or enough or self._samples.taken - self._fitted_at >= due:
             self._fit()
         if self.basis is not Basis.CURVE:
             return
@@ -334,10 +335,13 @@ class PrefillCost:
     def _off(self, sample: Sequence[float]) -> Off:
         return off(sample[0], float(self._coefficients @ np.array(sample[2:])), sample[1])
 
+    def _is_enough(self) -> bool:
+        spans = self._lengths[1] >= self._policy.min_length_ratio * self._lengths[0]
+        return (self._requests >= self._policy.min_samples and spans) or self._intervals >= self._policy.min_intervals
+
     def _fit(self) -> None:
         self._fitted_at = self._samples.taken
-        spans = self._lengths[1] >= self._policy.min_length_ratio * self._lengths[0]
-        if (self._requests >= self._policy.min_samples and spans) or self._intervals >= self._policy.min_intervals:
+        if self._is_enough():
             self._coefficients, bend = self._fit_curve()
             self.cost, self.basis = _step_cost(self._coefficients, bend), Basis.CURVE
             self._prefill_drift.again(self._off)
