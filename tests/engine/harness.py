@@ -192,6 +192,16 @@ def engine_home() -> Path:
     return home
 
 
+def sglang_home() -> Path:
+    """Where setup-sglang.sh has put SGLang. EngineFault if it has not."""
+    home = Path(os.environ.get("HEADWAY_SGLANG_HOME") or Path.home() / ".cache" / "headway-sglang")
+    if not (home / ".installed").exists():
+        raise EngineFault(
+            f"there is no SGLang in {home}: run `make test-engine`, or tests/engine/setup-sglang.sh before"
+        )
+    return home
+
+
 def http_request(url: str, body: object = None, headers: Mapping[str, str] | None = None) -> tuple[int, Any]:
     """POST if there is a body (bytes as they are, anything else as JSON); the status, and the body as JSON or text."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()

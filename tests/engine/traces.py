@@ -11,7 +11,7 @@ import os
 import struct
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from predictor.engines.vllm import reusable_tokens
 from predictor.kv_events import decode_batch
 from predictor.prefixes_ahead import PrefixesAhead
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, as_tokens
-from tests.engine.harness import HERE, EngineFault, engine_home
+from tests.engine.harness import HERE, EngineFault, engine_home, sglang_home
 from tests.engine.workload import Shape
 
 WORKER = "engine"
@@ -51,6 +51,26 @@ class VirtualVllm:
         command = [str(home / "venv" / "bin" / "python"), "-W", "ignore", str(HERE / "vllm-side" / "cache_trace.py")]
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
         return _records([*command, json.dumps(options)], environment)
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualSglang:
+    """SGLang's radix cache and allocators, named as its flags."""
+
+    shape: Shape
+    page_size: int = 1
+    max_total_num_tokens: int = 9600
+    chunked_prefill_size: int = 512
+    max_running_requests: int = 64
+    decode_log_interval: int = 1  # decode steps between two batches of events; SGLang's default is 40
+    eagle: bool = False
+
+    def records(self) -> Iterator[list[Any]]:
+        home = sglang_home()
+        side = HERE / "sglang-side"
+        command = [str(home / "venv" / "bin" / "python"), "-W", "ignore", str(side / "cache_trace.py")]
+        environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return _records([*command, json.dumps(asdict(self))], environment)
 
 
 def _records(command: list[str], environment: dict[str, str]) -> Iterator[list[Any]]:
@@ -117,8 +137,15 @@ class Verdict:
 class Observer:
     """Follows one engine."""
 
-    def __init__(self, block_size: int, capacity_blocks: int | None, reuse: ReuseRule = reusable_tokens) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        capacity_blocks: int | None,
+        reuse: ReuseRule = reusable_tokens,
+        shares_in_flight: bool = True,
+    ) -> None:
         self.block_size = block_size
+        self._shares_in_flight = shares_in_flight
         self._reuse = reuse
         self.hasher = BlockHasher(np.random.default_rng(1))
         self.index = CacheIndex(self.hasher, HashFamily(block_size))
@@ -143,6 +170,8 @@ class Observer:
                     self._ended(*fields)
                 case "holds":
                     self._holds(*fields)
+                case "holds_tokens":
+                    self._holds(range(fields[0] // self.block_size))
                 case "done":
                     self._done(*fields)
         return self.verdict
@@ -164,7 +193,8 @@ class Observer:
         verdict, asked = self.verdict, self._asked[name]
         credited = self.credit(asked, tokens)
         # From here on its own blocks are there for those behind it, computed or not.
-        self.ahead.add(name, asked.hashes)
+        if self._shares_in_flight:
+            self.ahead.add(name, asked.hashes)
         verdict.admitted += 1
         verdict.prompt_tokens += tokens
         verdict.cached_tokens += cached
@@ -189,7 +219,7 @@ class Observer:
         self.ahead.remove(name)
         del self._asked[name]
 
-    def _holds(self, hashes: list[int]) -> None:
+    def _holds(self, hashes: Sequence[int]) -> None:
         """The engine's own table: the view must be its equal at the end of a step."""
         assert self.index.blocks(WORKER) == len(hashes), (self.index.blocks(WORKER), len(hashes))
         self.verdict.holds_checked += 1

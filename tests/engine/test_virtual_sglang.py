@@ -1,0 +1,51 @@
+"""Our cache view against SGLang's own radix cache, allocators and event recorder, in virtual time."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.traces import Observer, Verdict, VirtualSglang
+from tests.engine.workload import Shape
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+_logger = logging.getLogger(__name__)
+
+PLAIN = VirtualSglang(Shape(requests=20_000))
+CASES = {
+    "page size 1": replace(
+        PLAIN, shape=Shape(requests=20_000, system_tokens=120, turn_tokens=40), max_total_num_tokens=6000
+    ),
+    "page size 16": replace(PLAIN, page_size=16),
+    "page size 64": replace(PLAIN, page_size=64, max_total_num_tokens=64 * 300),
+    "adapters": replace(PLAIN, page_size=16, shape=Shape(requests=20_000, adapter_share=0.5)),
+    "sent again": replace(PLAIN, page_size=16, shape=Shape(requests=20_000, again_share=0.3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_credit_at_admission_is_what_is_reused(name: str, request: pytest.FixtureRequest) -> None:
+    verdict = _follow(_sized(CASES[name], request))
+    assert verdict.right == verdict.admitted > 0, str(verdict)
+    assert verdict.holds_checked >= 1
+    assert verdict.skipped.total() == 0
+    assert verdict.cached_tokens > 0.1 * verdict.prompt_tokens
+
+
+def test_events_that_come_late_cost_little(request: pytest.FixtureRequest) -> None:
+    """While it only decodes, SGLang keeps its events for forty steps."""
+    verdict = _follow(_sized(replace(PLAIN, page_size=16, decode_log_interval=40), request))
+    assert verdict.right_share > 0.95, str(verdict)
+
+
+def _sized(engine: VirtualSglang, request: pytest.FixtureRequest) -> VirtualSglang:
+    requests = engine.shape.requests // (20 if request.config.getoption("--reduced") else 1)
+    return replace(engine, shape=replace(engine.shape, requests=requests))
+
+
+def _follow(engine: VirtualSglang) -> Verdict:
+    observer = Observer(engine.page_size, engine.max_total_num_tokens // engine.page_size, shares_in_flight=False)
+    verdict = observer.follow(engine.records())
+    _logger.info("%s", verdict)
+    return verdict
