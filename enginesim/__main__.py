@@ -23,6 +23,9 @@ from enginesim.pages import Pages
 from enginesim.sampling import WordSampler
 from enginesim.scheduler import Scheduler
 from enginesim.server import make_app
+from enginesim.settings import SglangSettings
+from enginesim.sglang_pages import SglangPages
+from enginesim.sglang_scheduler import SglangScheduler
 from enginesim.step_time import StepTime
 from enginesim.tokenizer import Tokenizer
 from enginesim.words import MODEL_FOLDER, vocabulary
@@ -30,6 +33,10 @@ from enginesim.words import MODEL_FOLDER, vocabulary
 SHUTDOWN_S = 0.2  # for requests in flight, before their connections are cut
 
 logger = logging.getLogger("enginesim")
+
+
+class SettingsFault(ValueError):
+    """Flags that do not go together."""
 
 
 def main() -> None:
@@ -44,6 +51,8 @@ def main() -> None:
         asyncio.run(_serve(options))
     except (OSError, zmq.ZMQError) as error:
         sys.exit(f"enginesim: cannot listen on --host {options.host}: {error}")
+    except SettingsFault as error:
+        sys.exit(f"enginesim: {error}")
 
 
 async def _serve(options: argparse.Namespace) -> None:
@@ -81,15 +90,20 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def _make_engine(options: argparse.Namespace, publisher: KvPublisher) -> Engine:
-    settings = scheduler_settings(options)
+    try:
+        settings = scheduler_settings(options)
+    except ValueError as error:
+        raise SettingsFault(str(error)) from error
     if settings.num_gpu_blocks * settings.block_size < settings.max_model_len:
         logger.warning(
-            "max_model_len is %d, since --num-gpu-blocks %d hold no more",
+            "max_model_len is %d, since a cache of %d blocks holds no more",
             settings.longest_request_tokens,
             settings.num_gpu_blocks,
         )
-    scheduler = Scheduler(settings, WordSampler(tuple(vocabulary().values())))
-    return Engine(scheduler, StepTime(cost_settings(options)), publisher)
+    sample = WordSampler(tuple(vocabulary().values()))
+    if isinstance(settings, SglangSettings):
+        return Engine(SglangScheduler(settings, sample), StepTime(cost_settings(options)), publisher, "sglang")
+    return Engine(Scheduler(settings, sample), StepTime(cost_settings(options)), publisher)
 
 
 def _make_app(options: argparse.Namespace, engine: Engine, faults: Faults) -> web.Application:
@@ -101,7 +115,8 @@ def _make_app(options: argparse.Namespace, engine: Engine, faults: Faults) -> we
         options.prompt_tokens_details,
         faults,
     )
-    return make_app(completions, Pages(engine, options.model), Admin(engine, faults), faults, options.name)
+    pages = SglangPages if options.family == "sglang" else Pages
+    return make_app(completions, pages(engine, options.model), Admin(engine, faults), faults, options.name)
 
 
 def _announce(runner: web.AppRunner, publisher: KvPublisher) -> None:

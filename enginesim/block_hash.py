@@ -16,17 +16,21 @@ def hash_block(parent: int, token_ids: Sequence[int], salt: str | None = None) -
     return extend_chain(parent, token_ids, len(token_ids), salt)[0]
 
 
-def extend_chain(parent: int, token_ids: Sequence[int], block_size: int, salt: str | None = None) -> list[int]:
+def extend_chain(
+    parent: int, token_ids: Sequence[int], block_size: int, salt: str | None = None, lookahead: int = 0
+) -> list[int]:
     """Hashes of the full blocks in `token_ids`, following on `parent`; a rest shorter than a block is left out.
+
+    `lookahead` tokens behind a block are hashed with it: without them it is not full.
 
     About 1 us a block, so callers on an event loop hand in a few thousand tokens at a time.
     """
     content = memoryview(array("I", token_ids)).cast("B")
     block_bytes = 4 * block_size
     hashes = []
-    for start in range(0, len(content) - block_bytes + 1, block_bytes):
+    for start in range(0, len(content) - block_bytes - 4 * lookahead + 1, block_bytes):
         digest = sha256(parent.to_bytes(8, "big"))
-        digest.update(content[start : start + block_bytes])
+        digest.update(content[start : start + block_bytes + 4 * lookahead])
         if salt is not None and start == 0:
             digest.update(salt.encode())
         parent = int.from_bytes(digest.digest()[-8:], "big")

@@ -4,7 +4,8 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 
-from enginesim.settings import CostSettings, SchedulerSettings
+from enginesim.block_pool import NULL_BLOCKS
+from enginesim.settings import CostSettings, SchedulerSettings, SglangSettings
 from enginesim.step_time import SPEED_MAX
 
 PORT_MAX = 65535
@@ -12,7 +13,7 @@ PORT_MAX = 65535
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Checked options; argparse ends the process with a message that names the flag if one is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m enginesim", description="A simulated vLLM engine.")
+    parser = argparse.ArgumentParser(prog="python -m enginesim", description="A simulated vLLM or SGLang engine.")
     port = _integer(0, PORT_MAX)
     cost, limits = CostSettings(), SchedulerSettings()
 
@@ -25,6 +26,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     network.add_argument("--event-format", choices=("map", "array"), default="map", help="as vLLM 0.32 or as 0.22")
     network.add_argument("--buffer-steps", type=_integer(1), default=10_000, help="batches kept for replay")
 
+    parser.add_argument("--family", choices=("vllm", "sglang"), default="vllm", help="which engine it simulates")
+
     engine = parser.add_argument_group("engine, named as in vLLM")
     engine.add_argument("--model", default="sim", help="name it is served under")
     engine.add_argument("--block-size", type=_integer(1), default=limits.block_size)
@@ -34,6 +37,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--long-prefill-token-threshold", type=_integer(0), default=0, help="0: none")
     engine.add_argument("--max-model-len", type=_integer(2), default=limits.max_model_len)
     engine.add_argument("--no-prompt-tokens-details", dest="prompt_tokens_details", action="store_false")
+
+    sglang = parser.add_argument_group("engine of the family sglang, named as there; these stand in for vLLM's")
+    sglang.add_argument("--page-size", type=_integer(1), default=1)
+    sglang.add_argument("--max-total-tokens", type=_integer(2), default=131_072, help="of the KV cache")
+    sglang.add_argument("--chunked-prefill-size", type=_integer(1), default=8192)
+    sglang.add_argument("--max-prefill-tokens", type=_integer(1), default=16_384)
+    sglang.add_argument("--max-running-requests", type=_integer(1), default=2048)
+    sglang.add_argument("--schedule-conservativeness", type=_number(0, above=True), default=1.0)
+    sglang.add_argument("--decode-log-interval", type=_integer(1), default=40, help="decode steps between events")
+    sglang.add_argument("--eagle", action="store_true", help="keys of the cache are pairs of tokens")
 
     time = parser.add_argument_group("how long a step takes")
     time.add_argument("--step-ms", type=_number(0), default=cost.step_ms, help="every step")
@@ -52,7 +65,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def scheduler_settings(options: argparse.Namespace) -> SchedulerSettings:
-    """The scheduler's part of the options."""
+    """The scheduler's part of the options. ValueError if two of them do not go together."""
+    if options.family == "sglang":
+        return SglangSettings(
+            block_size=options.page_size,
+            num_gpu_blocks=options.max_total_tokens // options.page_size + NULL_BLOCKS,
+            max_num_batched_tokens=options.chunked_prefill_size,
+            max_num_seqs=options.max_running_requests,
+            max_model_len=options.max_model_len,
+            max_prefill_tokens=options.max_prefill_tokens,
+            schedule_conservativeness=options.schedule_conservativeness,
+            decode_log_interval=options.decode_log_interval,
+            eagle=options.eagle,
+        )
     return SchedulerSettings(
         block_size=options.block_size,
         num_gpu_blocks=options.num_gpu_blocks,

@@ -148,6 +148,7 @@ class Completions:
     async def _make_request(self, prompt: list[int], output_limit: int, choice: int, body: GenerateBody) -> Request:
         block_size = self._engine.scheduler.settings.block_size
         request = Request(next(self._ids), list(prompt), output_limit, block_size, body.cache_salt)
+        request.lookahead = self._engine.scheduler.lookahead
         for _ in range(len(prompt) // (block_size * HASHED_BLOCKS_BEFORE_A_PAUSE)):
             request.hash_more(HASHED_BLOCKS_BEFORE_A_PAUSE)
             await asyncio.sleep(0)
@@ -200,15 +201,22 @@ class _Call:
         return response
 
     async def stream(self, http: web.Request, arrived_s: float) -> web.StreamResponse:
-        """Headers at once, before anything is queued, as vLLM does; then an event for each token."""
+        """An event for each token. Headers come at once, before anything is queued, as vLLM does it; from SGLang
+        together with the first token."""
         answer = Answer(http, self._faults)
+        begun = self._engine.family == "vllm"
         try:
-            await answer.begin()
+            if begun:
+                await answer.begin()
             unfinished = self._submit(arrived_s)
             indexes = {request: index for index, request in enumerate(self._requests)}
             while unfinished:
                 events = bytearray()
-                for output in await self._waiting_outputs():
+                outputs = await self._waiting_outputs()
+                if not begun:
+                    await answer.begin()
+                    begun = True
+                for output in outputs:
                     if output is None:
                         cut(http)
                     else:
@@ -256,10 +264,11 @@ class _Call:
         cached = sum(request.cached_tokens or 0 for request in firsts)
         full = sum(request.prompt_tokens // block_size * block_size for request in firsts)
         told = self._faults.cached_tokens(cached)
+        tells_created = self._engine.family == "vllm" and not isinstance(self._reply, TextReply)
         return Usage(
             prompt_tokens=sum(request.prompt_tokens for request in firsts),
             completion_tokens=sum(request.output_tokens for request in self._requests),
             cached_tokens=told if self._details else None,
-            # vLLM tells this of chats only.
-            created_cache_tokens=None if isinstance(self._reply, TextReply) else max(0, full - told),
+            # vLLM tells this of chats only, SGLang never.
+            created_cache_tokens=max(0, full - told) if tells_created else None,
         )

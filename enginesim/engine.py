@@ -1,13 +1,17 @@
 """The engine in real time: schedule, be busy for as long as the step takes, hand out tokens and events, again."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal
 
+from enginesim.kv_events import KvEvent
 from enginesim.kv_publisher import KvPublisher
 from enginesim.metrics import Gauges, Histogram
 from enginesim.request import Request
 from enginesim.scheduler import Output, Scheduler
 from enginesim.step_time import StepTime
+
+Family = Literal["vllm", "sglang"]
 
 # Steps end at absolute times, so that late wake-ups do not add up. An engine that has fallen further behind than this
 # (the machine slept, the process was stopped) starts afresh instead of rushing through what it missed.
@@ -19,9 +23,15 @@ TTFT_BOUNDS_S = (
 
 
 class Engine:
-    """Runs one scheduler on the event loop. Tokens go to the callback that came with their request."""
+    """Runs one scheduler on the event loop. Tokens go to the callback that came with their request.
 
-    def __init__(self, scheduler: Scheduler, step_time: StepTime, publisher: KvPublisher) -> None:
+    A step's events leave before its tokens in vLLM, and after them in SGLang.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, step_time: StepTime, publisher: KvPublisher, family: Family = "vllm"
+    ) -> None:
+        self.family = family
         self.scheduler = scheduler
         self.step_time = step_time
         self.publisher = publisher
@@ -50,6 +60,10 @@ class Engine:
             self._aborts.append(request)
             self._wake.set()
 
+    def turn(self) -> None:
+        """Have an idle engine's loop go round once, and say what it has to say."""
+        self._wake.set()
+
     async def restart(self) -> None:
         """Lose everything, as in a crash, between two steps."""
         if self._restarted is None:
@@ -68,6 +82,7 @@ class Engine:
                 step_end_s = await self._step(step_start_s)
                 step_start_s = max(step_end_s, clock() - CATCH_UP_MAX_S)
             else:
+                self._publish(self.scheduler.idle_events())
                 self._wake.clear()
                 await self._wake.wait()
                 step_start_s = clock()
@@ -79,12 +94,18 @@ class Engine:
         end_s = start_s + self.step_time.duration_s(batch)
         await asyncio.sleep(max(0.0, end_s - loop.time()))
         outputs, events = self.scheduler.complete(batch)
-        if events:
-            self.publisher.publish(events)
+        if self.family == "vllm":
+            self._publish(events)
         for output in outputs:
             self._deliver(output, loop.time())
+        if self.family == "sglang":
+            self._publish(events)
         self._refresh_gauges()
         return end_s
+
+    def _publish(self, events: Sequence[KvEvent]) -> None:
+        if events:
+            self.publisher.publish(events)
 
     def _deliver(self, output: Output, now_s: float) -> None:
         request = output.request

@@ -22,6 +22,17 @@ class Pages:
         self._model = model
         self._created = int(time.time())
 
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/models", self.models),
+            web.get("/version", self.version),
+            web.get("/health", self.health),
+            web.get("/metrics", self.metrics),
+            web.get("/kv_event_sources", self.kv_event_sources),
+            web.get("/server_info", self.server_info),
+            web.post("/reset_prefix_cache", self.reset_prefix_cache),
+        ]
+
     async def models(self, http: web.Request) -> web.Response:
         """`GET /v1/models`."""
         card = {

@@ -29,6 +29,7 @@ class Request:
     block_size: int
     cache_salt: str | None = None
     seed: int = 0
+    lookahead: int = 0  # tokens behind a block that are part of its identity
 
     prompt_tokens: int = field(init=False)
     phase: Phase = field(init=False, default=Phase.WAITING)
@@ -59,17 +60,17 @@ class Request:
     def append(self, token_id: int) -> None:
         """Take in a sampled token, and hash the block that it fills."""
         self.token_ids.append(token_id)
-        if len(self.token_ids) % self.block_size == 0:
+        if (len(self.token_ids) - self.lookahead) % self.block_size == 0:
             self.hash_more(1)
 
     def hash_more(self, blocks: int | None = None) -> bool:
         """Hash up to `blocks` further full blocks (None: all); True when none is left. About 1 us a block."""
-        full = len(self.token_ids) // self.block_size
+        full = max(0, len(self.token_ids) - self.lookahead) // self.block_size
         first = len(self.block_hashes)
         last = full if blocks is None else min(full, first + blocks)
         if first < last:
             parent = self.block_hashes[-1] if first else ROOT
-            tokens = self.token_ids[first * self.block_size : last * self.block_size]
+            tokens = self.token_ids[first * self.block_size : last * self.block_size + self.lookahead]
             salt = self.cache_salt if first == 0 else None
-            self.block_hashes += extend_chain(parent, tokens, self.block_size, salt)
+            self.block_hashes += extend_chain(parent, tokens, self.block_size, salt, self.lookahead)
         return last == full

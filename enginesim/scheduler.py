@@ -74,6 +74,11 @@ class Scheduler:
         """Whether a step would have anything to do."""
         return bool(self.running or self.waiting)
 
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a block that are part of its identity."""
+        return 0
+
     def fresh(self) -> "Scheduler":
         """One of the same settings that has seen nothing."""
         return Scheduler(self.settings, self._sample)
@@ -83,9 +88,14 @@ class Scheduler:
         limit = self.settings.longest_request_tokens
         if request.prompt_tokens >= limit:
             raise ValueError(f"a prompt of {request.prompt_tokens} tokens leaves no room for output within {limit}")
-        if len(request.block_hashes) != request.prompt_tokens // self.settings.block_size:
+        hashable = max(0, request.prompt_tokens - request.lookahead)
+        if len(request.block_hashes) != hashable // self.settings.block_size:
             raise ValueError("block_hashes is incomplete; call hash_more() first")
         self.waiting.append(request)
+
+    def idle_events(self) -> list[KvEvent]:
+        """What an engine without work says: vLLM's nothing, whatever it has to say."""
+        return []
 
     def abort(self, request: Request) -> None:
         """Drop a request wherever it stands; its blocks are free but keep their contents. Harmless once finished."""
@@ -132,6 +142,9 @@ class Scheduler:
 
         Requests aborted since `schedule()` are passed over.
         """
+        return self._sample_all(batch), self.pool.take_events()
+
+    def _sample_all(self, batch: Batch) -> list[Output]:
         self.totals.steps += 1
         outputs = []
         for chunk in batch.chunks:
@@ -150,7 +163,7 @@ class Scheduler:
         if done:
             self.running = [request for request in self.running if request.phase is Phase.RUNNING]
             self.totals.finished_requests += len(done)
-        return outputs, self.pool.take_events()
+        return outputs
 
     def _chunk_limit(self) -> int:
         """long_prefill_token_threshold, which since vLLM 0.31 does not bind a request that is alone."""

@@ -11,6 +11,7 @@ from enginesim.completions import Completions
 from enginesim.faults import Faults
 from enginesim.messages import Messages
 from enginesim.pages import Pages
+from enginesim.sglang_pages import SglangPages
 
 BODY_MAX_BYTES = 256 << 20
 ENGINE_NAME_HEADER = "x-engine-name"
@@ -22,7 +23,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(
-    completions: Completions, pages: Pages, admin: Admin, faults: Faults, name: str | None = None
+    completions: Completions, pages: Pages | SglangPages, admin: Admin, faults: Faults, name: str | None = None
 ) -> web.Application:
     """All routes; `name`, if given, goes out in `x-engine-name` with every answer."""
     app = web.Application(client_max_size=BODY_MAX_BYTES, middlewares=[_answer_errors, _strike_with(faults)])
@@ -33,13 +34,7 @@ def make_app(
             web.post("/v1/completions", completions.text),
             web.post(MESSAGES_PATH, messages.create),
             web.post("/tokenize", completions.tokenize),
-            web.get("/v1/models", pages.models),
-            web.get("/version", pages.version),
-            web.get("/health", pages.health),
-            web.get("/metrics", pages.metrics),
-            web.get("/kv_event_sources", pages.kv_event_sources),
-            web.get("/server_info", pages.server_info),
-            web.post("/reset_prefix_cache", pages.reset_prefix_cache),
+            *pages.routes(),
             *admin.routes(),
         ]
     )

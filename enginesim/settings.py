@@ -42,6 +42,38 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class SglangSettings(SchedulerSettings):
+    """The same of an SGLang engine, whose names for it are others: `block_size` is its page_size, `num_gpu_blocks` one
+    more than max_total_num_tokens in pages, `max_num_batched_tokens` its chunked_prefill_size, `max_num_seqs` its
+    max_running_requests. `eagle`: keys are pairs of tokens.
+    """
+
+    max_prefill_tokens: int = 16_384
+    schedule_conservativeness: float = 1.0
+    decode_log_interval: int = 40
+    eagle: bool = False
+
+    @property
+    def longest_request_tokens(self) -> int:
+        """As of vLLM; but a request is only admitted where a page more than it may need is free."""
+        return min(self.max_model_len, (self.usable_blocks - 2) * self.block_size)
+
+    def __post_init__(self) -> None:
+        SchedulerSettings.__post_init__(self)
+        if self.usable_blocks < 4:
+            raise ValueError(f"max_total_tokens must be at least four pages of {self.block_size}")
+        for name in ("max_prefill_tokens", "decode_log_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.schedule_conservativeness > 0:
+            raise ValueError(f"schedule_conservativeness must be above 0, not {self.schedule_conservativeness}")
+        if self.max_num_batched_tokens < self.block_size:
+            raise ValueError(
+                f"chunked_prefill_size must hold a page of {self.block_size}, and is {self.max_num_batched_tokens}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class CostSettings:
     """The formula of a step's duration; see `StepTime`. `jitter` is the sigma of a lognormal factor, 0 for none."""
 

@@ -4,9 +4,14 @@
 
 SGLang's are: `UnifiedRadixCache` with its Rust tree, the token and page allocators, matching, locks, insertion,
 eviction and the recorder of KV events, encoded as its publisher does. Ours is the loop around them: prefill strictly
-before decode, a prompt inserted when its result is there, an output when the request ends, events drained after a
-prefill, every so many decode steps and when idle, as `managers/scheduler.py` of 0.5.23 does. Records as
-vllm-side/cache_trace.py has them, with the tokens in the tree (`holds_tokens`) in place of its hashes.
+before decode, a prompt inserted when its result is there, an output when the request ends, events drained after
+a prefill, every so many decode steps and when idle, as `managers/scheduler.py` of 0.5.23 does.
+
+Records are those of vllm-side/cache_trace.py, with the tokens in the tree (`holds_tokens`) in place of its hashes, and
+what was done to the tree, for a twin of it:
+
+    ["matched", id, hit tokens] ["unlocked", id] ["evicted", tokens wanted]
+    ["inserted", id, its tokens so far (u32), pages]
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -149,10 +154,12 @@ class Engine:
             request = self.waiting[0]
             matched = self.cache.match_prefix(MatchPrefixParams(key=self._key(request, len(request.tokens) - 1)))
             hit = matched.device_prefix_len
+            self.tell("matched", request.ask.id, hit)
             lock = self.cache.lock(matched.last_device_node)
             need = len(request.tokens) - hit + request.ask.output_tokens + self.page
             if promised + need > self.allocator.available_size() + self.cache.evictable_size():
                 self.cache.unlock(lock)
+                self.tell("unlocked", request.ask.id)
                 break
             self.waiting.popleft()
             promised += need
@@ -213,6 +220,7 @@ class Engine:
         self._insert(request, request.computed)
         self.allocator.free(request.slots[request.inserted :])
         self.cache.unlock(request.lock)
+        self.tell("unlocked", request.ask.id)
         self.tell("ended", request.ask.id)
         return [(request.ask, request.output)]
 
@@ -222,6 +230,7 @@ class Engine:
         self.running.remove(request)
         self.allocator.free(request.slots[request.inserted :])
         self.cache.unlock(request.lock)
+        self.tell("unlocked", request.ask.id)
         request.lock, request.computed, request.inserted = None, 0, 0
         request.slots = torch.empty(0, dtype=torch.int64)
         self.waiting.appendleft(request)
@@ -242,6 +251,7 @@ class Engine:
         missing = need - self.allocator.available_size()
         if missing > 0:
             self.cache.evict(EvictParams(num_tokens=missing))
+            self.tell("evicted", missing)
         slots = self.allocator.alloc(need)
         if slots is None:
             return False
@@ -258,6 +268,15 @@ class Engine:
         result = self.cache.insert(
             InsertParams(key=key, value=values, prev_prefix_len=request.inserted, inserted_len=request.inserted)
         )
+        self.tell("inserted", request.ask.id, array("I", request.tokens[:tokens]).tobytes(), length // self.page)
+        prompt = self._key(request, len(request.ask.tokens)).page_aligned(self.page)
+        if 0 < len(prompt) < length:
+            # Splits the leaf where the prompt ends, as `checkpoint_into_tree` does, so that an output can go alone.
+            self.cache.insert(
+                InsertParams(
+                    key=prompt, value=values[: len(prompt)], prev_prefix_len=len(prompt), inserted_len=len(prompt)
+                )
+            )
         # Others may have inserted the same meanwhile: then theirs are kept, and ours have been freed.
         request.slots = torch.cat([self.cache.path_device_indices(result.last_device_node), request.slots[length:]])
         lock = self.cache.lock(result.last_device_node)

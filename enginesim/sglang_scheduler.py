@@ -1,0 +1,221 @@
+"""The rule of SGLang 0.5.23's scheduler, fcfs: prefill strictly before decode, one chunked request at a time.
+
+Mirrors `get_next_batch_to_run` in `managers/scheduler.py` and `PrefillAdder` in `managers/schedule_policy.py`, without
+overlap: what it says of a request that runs in step k+1 there holds for k here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from enginesim.kv_events import KvEvent
+from enginesim.radix_tree import Node, RadixTree
+from enginesim.request import Phase, Request
+from enginesim.scheduler import Batch, Chunk, Output, Scheduler
+from enginesim.settings import SglangSettings
+
+# Nobody reserves more room for a request's output than this (CLIP_MAX_NEW_TOKENS).
+_RESERVED_MOST_TOKENS = 4096
+# new_token_ratio: so much at first, of it so much at last, after so many decode steps (global defaults of 0.5.23).
+_RATIO_AT_FIRST, _RATIO_AT_LAST, _RATIO_STEPS = 0.7, 0.14, 600
+
+
+class SglangScheduler(Scheduler):
+    """As `Scheduler`, over a radix tree."""
+
+    settings: SglangSettings
+    pool: RadixTree  # type: ignore[assignment]
+
+    def __init__(self, settings: SglangSettings, sample: Callable[[Request], int]) -> None:
+        super().__init__(settings, sample)
+        self.pool = RadixTree(settings.usable_blocks * settings.block_size, settings.block_size)
+        self._chunked: Request | None = None
+        self._nodes: dict[Request, Node] = {}  # where each running request's prefix ends in the tree; it is locked
+        self._tree_pages: dict[Request, int] = {}  # how many of its pages are the tree's
+        self._held_tokens: dict[Request, int] = {}  # slots that are its own
+        self._ratio = self._first_ratio
+        self._decode_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting or self._chunked)
+
+    @property
+    def lookahead(self) -> int:
+        """A pair of tokens reaches one token beyond its page."""
+        return int(self.settings.eagle)
+
+    @property
+    def _first_ratio(self) -> float:
+        return min(1.0, _RATIO_AT_FIRST * self.settings.schedule_conservativeness)
+
+    def fresh(self) -> SglangScheduler:
+        return SglangScheduler(self.settings, self._sample)
+
+    def idle_events(self) -> list[KvEvent]:
+        """An engine without work says what it still has to say."""
+        return self.pool.take_events()
+
+    def abort(self, request: Request) -> None:
+        if request is self._chunked:
+            self._chunked = None
+            self._release(request)
+            request.phase = Phase.FINISHED
+            self.totals.aborted_requests += 1
+        else:
+            super().abort(request)
+
+    def schedule(self) -> Batch:
+        """A prefill batch if there is anything to prefill and room for it, else a decode step."""
+        chunks = self._prefill_batch()
+        if chunks:
+            return Batch(tuple(chunks), ())
+        retracted = self._make_room_for_decode()
+        decodes = []
+        for request in self.running:
+            self._own(request, request.computed_tokens + 1)
+            decodes.append(self._advance(request, 1))
+        return Batch(tuple(decodes), tuple(retracted))
+
+    def complete(self, batch: Batch) -> tuple[list[Output], list[KvEvent]]:
+        """Prompts enter the tree with their result, outputs with their request's end. Events are kept while only
+        decoding goes on, for `decode_log_interval` steps."""
+        prefill = any(not chunk.is_decode for chunk in batch.chunks)
+        for chunk in batch.chunks:
+            if not chunk.is_decode and chunk.request.phase is Phase.RUNNING:
+                self._insert(chunk.request)
+        outputs = self._sample_all(batch)
+        if not prefill:
+            self._decode_steps += 1
+            step = self._first_ratio * (1 - _RATIO_AT_LAST) / _RATIO_STEPS
+            self._ratio = max(self._first_ratio * _RATIO_AT_LAST, self._ratio - step)
+        due = prefill or self._decode_steps % self.settings.decode_log_interval == 0 or not self.has_work
+        return outputs, self._drain() if due else []
+
+    def _drain(self) -> list[KvEvent]:
+        if not self.has_work:
+            self._ratio = self._first_ratio
+        return self.pool.take_events()
+
+    # Prefill
+
+    def _prefill_batch(self) -> list[Chunk]:
+        page, settings = self.settings.block_size, self.settings
+        left, input_left = settings.max_num_batched_tokens, settings.max_prefill_tokens
+        admitted: list[tuple[Request, int]] = []
+        promised = sum(self._still_reserved(request) for request in self.running) * self._ratio
+        if self._chunked is not None:
+            request, self._chunked = self._chunked, None
+            tokens = min(left, len(request.token_ids) - request.computed_tokens)
+            promised += len(request.token_ids) - request.computed_tokens + self._still_reserved(request)
+            admitted.append((request, tokens))
+            left -= tokens
+            input_left -= tokens
+        while self.waiting and left >= page and input_left > 0:
+            if len(self.running) + len(admitted) >= settings.max_num_seqs:
+                break
+            request = self.waiting[0]
+            node = self.pool.match(request, self._most_pages(request))
+            self.pool.lock(node)
+            hit = self.pool.depth(node) * page
+            need = len(request.token_ids) - hit + self._still_reserved(request) + page
+            if promised + need > self.pool.free_tokens + self.pool.evictable_tokens:
+                self.pool.unlock(node)
+                break
+            promised += need
+            self._nodes[request], self._tree_pages[request] = node, hit // page
+            self._held_tokens[request] = 0
+            self._admit(request, hit)
+            tokens = len(request.token_ids) - hit
+            if tokens > left:
+                tokens = left // page * page
+            admitted.append((request, tokens))
+            padded = -(-tokens // page) * page
+            left -= padded
+            input_left -= padded
+        chunks = []
+        for request, tokens in admitted:
+            self._own(request, request.computed_tokens + tokens)
+            chunks.append(self._advance(request, tokens))
+            if request.computed_tokens < len(request.token_ids):
+                self._chunked = request
+            else:
+                self.running.append(request)
+        return chunks
+
+    def _admit(self, request: Request, hit_tokens: int) -> None:
+        super()._admit(request, hit_tokens)
+        self.running.remove(request)
+
+    def _most_pages(self, request: Request) -> int:
+        """At least the last token is computed; with pairs of tokens for keys, a prompt is one shorter."""
+        return max(0, len(request.token_ids) - 1 - request.lookahead) // self.settings.block_size
+
+    def _still_reserved(self, request: Request) -> int:
+        return min(max(0, request.max_tokens - request.output_tokens), _RESERVED_MOST_TOKENS)
+
+    # Decode
+
+    def _make_room_for_decode(self) -> list[Request]:
+        """Retracts until every running request can have one more token: those with the least output first."""
+        retracted: list[Request] = []
+        while len(self.running) > 1 and not self._decode_fits():
+            victim = min(self.running, key=lambda request: (request.output_tokens, -request.prompt_tokens))
+            self.running.remove(victim)
+            self._release(victim)
+            victim.phase = Phase.WAITING
+            victim.computed_tokens = 0
+            victim.preemptions += 1
+            self.waiting.appendleft(victim)
+            self.totals.preemptions += 1
+            retracted.append(victim)
+        if retracted:
+            self._ratio = min(1.0, self._ratio + 0.1)
+        return retracted
+
+    def _decode_fits(self) -> bool:
+        page = self.settings.block_size
+        needed = sum(page for request in self.running if request.computed_tokens % page == 0)
+        return needed <= self.pool.free_tokens + self.pool.evictable_tokens
+
+    # Memory
+
+    def _own(self, request: Request, tokens: int) -> None:
+        """Slots for so many tokens in all; the tree's count."""
+        page = self.settings.block_size
+        missing = tokens - self._tree_pages[request] * page - self._held_tokens[request]
+        if missing > 0:
+            padded = -(-missing // page) * page
+            if not self.pool.take(padded):
+                raise RuntimeError("more was admitted than the pool holds")
+            self._held_tokens[request] += padded
+
+    def _insert(self, request: Request) -> None:
+        page = self.settings.block_size
+        pages = min(max(0, request.computed_tokens - request.lookahead) // page, len(request.block_hashes))
+        before = self._tree_pages[request]
+        if pages <= before:
+            return
+        node = self.pool.insert(request, pages, own_from=before)
+        self.pool.lock(node)
+        self.pool.unlock(self._nodes[request])
+        self._nodes[request], self._tree_pages[request] = node, pages
+        self._held_tokens[request] -= (pages - before) * page
+
+    def _release(self, request: Request) -> None:
+        """Gives back what is its own; what is the tree's may be evicted from now on."""
+        node = self._nodes.pop(request, None)
+        if node is None:
+            return
+        self.pool.unlock(node)
+        self.pool.give_back(self._held_tokens.pop(request))
+        del self._tree_pages[request]
+
+    def _finish(self, request: Request) -> None:
+        if request.output_tokens and request in self._nodes and request.phase is Phase.RUNNING:
+            self._insert(request)
+        self._release(request)
+        request.phase = Phase.FINISHED
+
+    def _preempt(self, victim: Request) -> None:
+        raise AssertionError("SGLang retracts, and never within a prefill")
