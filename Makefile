@@ -25,9 +25,11 @@ check: .venv/.installed-dev
 bench: .venv/.installed-dev
 	$(BIN)/python -m bench
 
-# Real vLLM engines on CPU, in a venv of their own outside the checkout (about 3.5 GB).
+# Real vLLM engines on CPU, and SGLang's cache manager: each in a venv of its own outside the checkout (3.5 and 1.6 GB).
+# ARGS=--reduced for a twentieth of the requests.
 test-engine: .venv/.installed-dev
 	sh tests/engine/setup.sh
+	sh tests/engine/setup-sglang.sh
 	$(BIN)/python -m pytest tests/engine --run-engine $(ARGS)
 
 # LiteLLM as a client, in a venv of its own outside the checkout (about 200 MB).

@@ -36,11 +36,11 @@ rm -rf "$VENV" "$DONE"
 "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot make a virtual environment (Debian: apt-get install python3-venv)"
 pip="$VENV/bin/python -m pip --disable-pip-version-check --quiet --quiet"
 $pip install "torch==$TORCH" || fail "pip found no torch $TORCH for $("$VENV/bin/python" -V)"
-# Without dependencies: most of what they ask for is compiled for GPUs.
+say "what it needs on a CPU"
+$pip install "torch==$TORCH" -r "$SIDE/requirements.txt" || fail "pip could not install what SGLang needs"
+# Last and without dependencies: most of what they ask for is compiled for GPUs.
 $pip install --no-deps "sglang==$SGLANG" xgrammar==0.2.7 apache-tvm-ffi==0.1.11 ||
     fail "pip found no sglang $SGLANG for this platform"
-say "what it needs on a CPU (pip will remark on all that is left out on purpose)"
-$pip install "torch==$TORCH" -r "$SIDE/requirements.txt" || fail "pip could not install what SGLang needs"
 (cd "$SIDE" && "$VENV/bin/python" -W ignore -c 'import absent, sglang.srt.mem_cache.unified_radix_cache') ||
     fail "SGLang is installed, but its cache does not load on this machine"
 printf '%s\n' "$WANTED" > "$DONE"

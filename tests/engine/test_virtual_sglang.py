@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from predictor.engines.reuse import sglang
+from predictor.prompt import HashFamily
 from tests.engine.traces import Observer, Verdict, VirtualSglang
 from tests.engine.workload import Shape
 
@@ -19,7 +21,13 @@ CASES = {
     ),
     "page size 16": replace(PLAIN, page_size=16),
     "page size 64": replace(PLAIN, page_size=64, max_total_num_tokens=64 * 300),
-    "adapters": replace(PLAIN, page_size=16, shape=Shape(requests=20_000, adapter_share=0.5)),
+    "salts and adapters": replace(
+        PLAIN, page_size=16, shape=Shape(requests=20_000, salted_share=0.3, adapter_share=0.4)
+    ),
+    "pairs of tokens, page size 1": replace(
+        PLAIN, shape=Shape(requests=10_000, system_tokens=120, turn_tokens=40), max_total_num_tokens=6000, eagle=True
+    ),
+    "pairs of tokens, page size 16": replace(PLAIN, page_size=16, eagle=True),
     "sent again": replace(PLAIN, page_size=16, shape=Shape(requests=20_000, again_share=0.3)),
 }
 
@@ -45,7 +53,10 @@ def _sized(engine: VirtualSglang, request: pytest.FixtureRequest) -> VirtualSgla
 
 
 def _follow(engine: VirtualSglang) -> Verdict:
-    observer = Observer(engine.page_size, engine.max_total_num_tokens // engine.page_size, shares_in_flight=False)
+    lookahead = int(engine.eagle)
+    family = HashFamily(engine.page_size, lookahead)
+    rule = sglang().with_blocks_seen(lookahead, pairs=engine.eagle)
+    observer = Observer(family, engine.max_total_num_tokens // engine.page_size, rule)
     verdict = observer.follow(engine.records())
     _logger.info("%s", verdict)
     return verdict

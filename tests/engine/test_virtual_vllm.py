@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from predictor.engines.vllm import reusable_tokens
-from tests.engine.traces import Observer, ReuseRule, Verdict, VirtualVllm
+from predictor.engines.reuse import ReuseRule, vllm
+from predictor.prompt import HashFamily
+from tests.engine.traces import Observer, Verdict, VirtualVllm
 from tests.engine.workload import Shape
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -47,7 +48,7 @@ def test_credit_at_admission_is_what_is_reused(name: str, request: pytest.Fixtur
 
 
 def test_what_eagle_drops_is_not_credited(request: pytest.FixtureRequest) -> None:
-    verdict = _follow(_sized(replace(PLAIN, eagle=True, shape=Shape(requests=20_000)), request), _less_a_block)
+    verdict = _follow(_sized(replace(PLAIN, eagle=True, shape=Shape(requests=20_000)), request), vllm(speculative=True))
     _is_exact(verdict)
 
 
@@ -68,17 +69,13 @@ def _is_exact(verdict: Verdict) -> None:
     assert verdict.taken_in_the_step <= 0.02 * verdict.admitted, str(verdict)
 
 
-def _less_a_block(run_blocks: int, block_size: int, prompt_tokens: int) -> int:
-    """EAGLE and MTP up to vLLM 0.32: of the match its last block is dropped."""
-    return max(0, reusable_tokens(run_blocks, block_size, prompt_tokens) - block_size)
-
-
 def _sized(engine: VirtualVllm, request: pytest.FixtureRequest) -> VirtualVllm:
     requests = engine.shape.requests // (20 if request.config.getoption("--reduced") else 1)
     return replace(engine, shape=replace(engine.shape, requests=requests))
 
 
-def _follow(engine: VirtualVllm, reuse: ReuseRule = reusable_tokens) -> Verdict:
-    verdict = Observer(engine.block_size, engine.num_blocks, reuse).follow(engine.records())
+def _follow(engine: VirtualVllm, rule: ReuseRule | None = None) -> Verdict:
+    observer = Observer(HashFamily(engine.block_size), engine.num_blocks, rule or vllm())
+    verdict = observer.follow(engine.records())
     _logger.info("%s", verdict)
     return verdict

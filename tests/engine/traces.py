@@ -11,7 +11,7 @@ import os
 import struct
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from predictor.cache_index import CacheIndex
-from predictor.engines.vllm import reusable_tokens
+from predictor.engines.reuse import ReuseRule
 from predictor.kv_events import decode_batch
 from predictor.prefixes_ahead import PrefixesAhead
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, as_tokens
@@ -27,8 +27,6 @@ from tests.engine.harness import HERE, EngineFault, engine_home, sglang_home
 from tests.engine.workload import Shape
 
 WORKER = "engine"
-# Cached run in blocks, block size, prompt tokens -> tokens that need no prefill.
-ReuseRule = Callable[[int, int, int], int]
 _WRONG_KEPT = 20
 
 
@@ -137,18 +135,11 @@ class Verdict:
 class Observer:
     """Follows one engine."""
 
-    def __init__(
-        self,
-        block_size: int,
-        capacity_blocks: int | None,
-        reuse: ReuseRule = reusable_tokens,
-        shares_in_flight: bool = True,
-    ) -> None:
-        self.block_size = block_size
-        self._shares_in_flight = shares_in_flight
-        self._reuse = reuse
+    def __init__(self, family: HashFamily, capacity_blocks: int | None, rule: ReuseRule) -> None:
+        self.family, self.rule = family, rule
+        self.block_size = family.block_size
         self.hasher = BlockHasher(np.random.default_rng(1))
-        self.index = CacheIndex(self.hasher, HashFamily(block_size))
+        self.index = CacheIndex(self.hasher, family)
         self.index.add(WORKER, capacity_blocks)
         self.ahead = PrefixesAhead()
         self.verdict = Verdict()
@@ -180,11 +171,12 @@ class Observer:
         if not asked.reads_cache:
             return 0
         run = self.index.runs(asked.hashes)[WORKER]
-        return self._reuse(self.ahead.run(asked.hashes, run), self.block_size, tokens)
+        run_tokens = self.ahead.run(asked.hashes, run) * self.block_size
+        return self.rule.reusable_tokens(run_tokens, self.block_size, tokens)
 
     def _came(self, name: str, raw: bytes, salt: str | None, adapter: str | None, reads_cache: bool) -> None:
         tokens = as_tokens(np.frombuffer(raw, np.uint32))
-        hashes = self.hasher.prompt_hashes(tokens, HashFamily(self.block_size), Namespace(adapter, salt))
+        hashes = self.hasher.prompt_hashes(tokens, self.family, Namespace(adapter, salt))
         asked = self._asked[name] = _Asked(hashes, reads_cache)
         self._at_arrival[name] = self.credit(asked, len(tokens))
         self.verdict.asked += 1
@@ -193,7 +185,7 @@ class Observer:
         verdict, asked = self.verdict, self._asked[name]
         credited = self.credit(asked, tokens)
         # From here on its own blocks are there for those behind it, computed or not.
-        if self._shares_in_flight:
+        if self.rule.shares_in_flight:
             self.ahead.add(name, asked.hashes)
         verdict.admitted += 1
         verdict.prompt_tokens += tokens
