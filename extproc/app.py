@@ -56,7 +56,7 @@ class App:
         # Drawn, not seeded: nobody outside may be able to aim for a hash collision or guess a tie.
         rng = np.random.default_rng(secrets.randbits(128))
         hasher = BlockHasher(rng)
-        fleet = Fleet([_policy(pool) for pool in config.pools], hasher, rng)
+        fleet = Fleet([pool_policy(pool) for pool in config.pools], hasher, rng)
         recorder = _recorder(config.recording, clock, hasher, metrics)
         ledger = Ledger(fleet, metrics, log, clock, recorder)
         tokenization = config.tokenization
@@ -249,7 +249,7 @@ def _recorder(
     )
 
 
-def _policy(pool: PoolConfig) -> PoolPolicy:
+def pool_policy(pool: PoolConfig) -> PoolPolicy:
     learning, admission, fairness = pool.learning, pool.admission, pool.fairness
     return PoolPolicy(
         name=pool.name,

@@ -13,6 +13,7 @@ from predictor.fleet import Wish
 from predictor.forecast import Forecast
 from predictor.prefill_cost import Basis
 from predictor.prompt import Prompt
+from predictor.routing import Prefer
 from tests.fakes.clock import ManualClock
 from tests.fakes.filter import WORKERS, Filter
 
@@ -140,3 +141,46 @@ async def test_time_inside_the_filter_counts_as_waited(bench: Bench) -> None:
     ticket = bench.filter.fleet.ticket("boot-1")
     assert ticket is not None
     assert ticket.forecast.already_waited_s == 2.5
+
+
+# What callers may say
+
+
+def said(**headers: str) -> Decide:
+    body = msgspec.json.encode({"model": "m", "prompt": list(range(40))})
+    named = Headers((name.replace("_", "-"), value) for name, value in headers.items())
+    return Decide(openai_completions.API, named, body)
+
+
+async def test_what_the_headers_say_reaches_the_fleet(bench: Bench) -> None:
+    case = said(x_slo_ttft_ms="2500", x_headway_prefer="cache", x_headway_tenant="t", x_session_id="s")
+    await bench.filter.judge.decide(case, bench.exchange)
+    ticket = bench.filter.fleet.ticket("boot-1")
+    assert ticket is not None
+    wish = ticket.wish
+    assert (wish.max_ttft_s, wish.prefer, wish.tenant, wish.waited_before_s) == (2.5, Prefer.CACHE, "t", 0.0)
+    assert wish.session is not None
+
+
+@pytest.mark.parametrize(
+    "header", ["x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-headway-prefer", "x-headway-on-reject", "x-headway-tenant"]
+)
+async def test_a_header_that_makes_no_sense_is_a_400_that_names_it(bench: Bench, header: str) -> None:
+    verdict = await bench.filter.judge.decide(said(**{header.replace("-", "_"): "what ever"}), bench.exchange)
+    assert isinstance(verdict, Reject)
+    assert verdict.reply.status == 400
+    assert header.encode() in verdict.reply.body
+    assert b"what ever" in verdict.reply.body
+    assert bench.filter.fleet.in_flight == 0
+
+
+@pytest.mark.parametrize(("header", "should_retry"), [("retry", "true"), ("fail", "false"), (None, "true")])
+async def test_a_refused_caller_is_told_to_retry_or_not_as_it_wishes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, header: str | None, should_retry: str
+) -> None:
+    bench.refuse_everything(monkeypatch)
+    headers = {} if header is None else {"x_headway_on_reject": header}
+    verdict = await bench.filter.judge.decide(said(x_max_queue_wait_s="10", **headers), bench.exchange)
+    assert isinstance(verdict, Reject)
+    assert dict(verdict.reply.headers)["x-should-retry"] == should_retry
+    assert bench.filter.counted("refusals", pool="m", reason="queue_wait", carried_out="enforced") == 1

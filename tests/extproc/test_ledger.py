@@ -13,7 +13,9 @@ from extproc import wire
 from extproc.answer import AnswerKind
 from extproc.exchange import RequestEnd
 from extproc.ledger import USAGE_NAMESPACE
+from predictor.admission import Mode, Reason
 from predictor.fleet import Grant, Ticket, Usage, Wish
+from predictor.hindsight import Review, Verdict
 from predictor.prompt import Prompt
 from tests.fakes.clock import ManualClock
 from tests.fakes.envoy import log_entry
@@ -366,3 +368,19 @@ def test_many_tickets_do_not_disturb_each_other() -> None:
                 case "ended":
                     desk.ledger.request_ended(end({"headway": {"ticket": ticket_id}, USAGE_NAMESPACE: USAGE}))
     desk.assert_empty()
+
+
+def test_what_became_of_refusals_is_counted_and_told_and_a_changed_mode_loudly(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    review = Review("r-1", "a", Reason.QUEUE_WAIT, enforced=True, verdict=Verdict.FALSE_ALARM, wait_s=2.0, spare=0.6)
+    monkeypatch.setattr(desk.filter.fleet, "take_reviews", lambda now_s: [("m", review)])
+    monkeypatch.setattr(desk.filter.fleet, "take_steps", lambda: [("m", Mode.SHADOW, 0.5)])
+    desk.ledger.look_back()
+    labels = {"pool": "m", "reason": "queue_wait", "carried_out": "enforced", "verdict": "false_alarm"}
+    assert desk.filter.counted("refusals_graded", **labels) == 1
+    assert desk.filter.counted("admission_steps", pool="m", to="shadow") == 1
+    (graded,) = desk.filter.log.of("refusal_graded")
+    assert (graded["id"], graded["verdict"], graded["wait_s"]) == ("r-1", "false_alarm", 2.0)
+    (stepped,) = desk.filter.log.of("admission_stepped")
+    assert (stepped["pool"], stepped["to"], stepped["false_alarm_rate"]) == ("m", "shadow", 0.5)
