@@ -16,7 +16,7 @@ at a time, so that it learns from each and is never flooded.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,7 +52,7 @@ class RoutingPolicy:
     worker is busy; `session_hint` is the part of its own prefill that a session's last worker is believed to save."""
 
     prefer: Prefer = Prefer.BALANCED
-    others: dict[Prefer, float] = field(
+    others: Mapping[Prefer, float] = field(
         default_factory=lambda: {Prefer.LATENCY: 0.0, Prefer.BALANCED: 1.0, Prefer.CACHE: 4.0}
     )
     session_hint: float = 0.5
