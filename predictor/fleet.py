@@ -380,11 +380,15 @@ class Fleet:
             return NoWorker(pool)
         waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
         reuse = home.cache.reuse(prompt)
+        limits = home.limits(wish, now_s)
+        # Only a bound asks how sure a wait is.
+        quantile = 1.0 - home.policy.admission.risk if limits.bounded else None
+        output_tokens = home.expected_output(wish.max_tokens, now_s)
         prospects = [
-            self._prospect(home, worker, prompt, reuse[worker.spec.name], wish, waited_s, now_s) for worker in workers
+            self._prospect(worker, prompt, reuse[worker.spec.name], output_tokens, quantile, waited_s, now_s)
+            for worker in workers
         ]
         forecasts = tuple(prospect.forecast for prospect in prospects)
-        limits = home.limits(wish, now_s)
         objections: list[Reason | None] = [None] * len(prospects)
         if home.mode is not Mode.OFF:
             objections = [objection(prospect, limits) for prospect in prospects]
@@ -412,7 +416,7 @@ class Fleet:
         server = home.workers[worker]
         waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
         reuse = home.cache.reuse(prompt)[worker]
-        priced = self._prospect(home, server, prompt, reuse, wish, waited_s, now_s).forecast
+        priced = self._prospect(server, prompt, reuse, 0, None, waited_s, now_s).forecast
         ticket = self._book(home, server, priced, wish, now_s)
         home.cache.book(worker, ticket.id, prompt, reuse.by_rule)
         return ticket
@@ -605,7 +609,14 @@ class Fleet:
     # Inside
 
     def _prospect(
-        self, home: _Pool, worker: _Worker, prompt: Prompt, reuse: Reuse, wish: Wish, waited_s: float, now_s: float
+        self,
+        worker: _Worker,
+        prompt: Prompt,
+        reuse: Reuse,
+        output_tokens: int,
+        quantile: float | None,
+        waited_s: float,
+        now_s: float,
     ) -> Prospect:
         settings, shadow = worker.settings, worker.shadow
         _count_overdue(worker, self._tickets, now_s)
@@ -625,9 +636,11 @@ class Fleet:
             calibration=worker.calibration,
             trusted=worker.trusted,
         )
-        needed = priced.prompt_tokens - priced.cached_tokens + home.expected_output(wish.max_tokens, now_s)
-        # Errors of an empty queue say little about those of a full one: what is predicted is the least.
-        high_wait_s = max(priced.wait_s, priced.queue_wait_quantile_s(1.0 - home.policy.admission.risk) - waited_s)
+        high_wait_s = priced.wait_s
+        if quantile is not None:
+            # Errors of an empty queue say little about those of a full one: what is predicted is the least.
+            high_wait_s = max(high_wait_s, priced.queue_wait_quantile_s(quantile) - waited_s)
+        needed = priced.prompt_tokens - priced.cached_tokens + output_tokens
         return Prospect(priced, high_wait_s, worker.idle, _kv_demand(worker, needed))
 
     def _choose(
@@ -638,7 +651,7 @@ class Fleet:
         open_to: ReadOnly[bool],
         wish: Wish,
     ) -> Choice | None:
-        grants = Counter(home.recent)
+        grants, recent = Counter(home.recent), max(1, len(home.recent))
         known = any(prospect.forecast.cached_tokens for prospect in prospects)
         last = None if known or wish.session is None else home.sessions.get(wish.session)
         candidates = []
@@ -652,7 +665,7 @@ class Fleet:
                     learned=worker.cost.learned,
                     # What is on its way to being a sample counts, or requests in a row would all go to one worker.
                     samples=worker.cost.samples + len(worker.tickets),
-                    recent_share=grants[worker.spec.name] / max(1, len(home.recent)),
+                    recent_share=grants[worker.spec.name] / recent,
                     uncached_prefill_s=cost.alone_s(0, priced.prompt_tokens, worker.settings.max_num_batched_tokens),
                     eviction_s=home.reuse * cost.tokens_s(0, _evicted_tokens(home, worker, priced)),
                     session=worker.spec.name == last,
