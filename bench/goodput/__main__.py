@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -141,17 +142,20 @@ def main(arguments: Sequence[str]) -> int:
                 _, got = play_agents(fleet, load, policy)
             scores.append(got)
             print(f"  {load:g} {got.policy}: {got.served:.1%} in {time.perf_counter() - started_s:.0f} s", flush=True)
-        _show(f"{chosen.workload}, {fleet}, load {load:g}", _best_limit_only(scores))
-        results += [{"workload": chosen.workload, "fleet": str(fleet), "load": load, **asdict(got)} for got in scores]
+        named = {"workload": chosen.workload, "fleet": str(fleet), "load": load}
+        results += [{**named, **asdict(got)} for got in scores]
+        shown = {result["policy"] for result in best_limit_only(results[-len(scores) :])}
+        _show(f"{chosen.workload}, {fleet}, load {load:g}", [got for got in scores if got.policy in shown])
     if chosen.out is not None:
         chosen.out.write_text(json.dumps(results, indent=1))
     return 0
 
 
-def _best_limit_only(scores: list[Score]) -> list[Score]:
-    limited = [got for got in scores if ", at most" in got.policy]
-    best = max(limited, key=lambda got: got.served, default=None)
-    return [got for got in scores if got not in limited or got is best]
+def best_limit_only(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One load's results, with that limit only under which the most were served."""
+    limited = [result for result in results if ", at most" in result["policy"]]
+    best = max(limited, key=lambda result: float(result["served"]), default=None)
+    return [result for result in results if result not in limited or result is best]
 
 
 def _show(title: str, scores: list[Score]) -> None:
