@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from extproc import replies, request_log
 from extproc.apis import LlmRequest, Unreadable
@@ -97,7 +99,7 @@ class Judge:
             self._metrics.decisions.labels(pool.name, "bad_request").inc()
             return Reject(replies.bad_wish(fault, case.api))
         if request.model in pool.adapters:
-            request = replace(request, adapter=request.model)
+            request = msgspec.structs.replace(request, adapter=request.model)
         read = await self._reader.read(pool.text, request, self._fleet.hash_families(pool.name), case.patient)
         if read.estimated is not None:
             self._metrics.estimated.labels(read.estimated.value).inc()

@@ -184,3 +184,26 @@ async def test_a_refused_caller_is_told_to_retry_or_not_as_it_wishes(
     assert isinstance(verdict, Reject)
     assert dict(verdict.reply.headers)["x-should-retry"] == should_retry
     assert bench.filter.counted("refusals", pool="m", reason="queue_wait", carried_out="enforced") == 1
+
+
+async def test_an_adapter_goes_only_where_it_is_loaded_and_shares_no_cache_with_its_model(bench: Bench) -> None:
+    credited = []
+    for number in range(1, 6):
+        bench.exchange = Exchange(received_at_s=bench.clock())
+        assert isinstance(await bench.decide(model="sql"), Route)
+        ticket = bench.filter.fleet.ticket(f"boot-{number}")
+        assert ticket is not None
+        assert (ticket.worker, ticket.wish.adapter) == ("b", "sql")
+        credited.append(ticket.forecast.cached_tokens)
+    await bench.decide()
+    plain = bench.filter.fleet.ticket("boot-6")
+    assert plain is not None
+    assert plain.wish.adapter is None
+    # Five copies are being computed on b; to the model itself they are strangers.
+    assert (credited[-1], plain.forecast.cached_tokens) == (32, 0)
+
+
+async def test_an_adapter_that_nobody_has_loaded_is_unavailable(bench: Bench) -> None:
+    verdict = await bench.decide(model="poems")
+    assert isinstance(verdict, Reject)
+    assert verdict.reply.status == 503

@@ -19,11 +19,15 @@ from predictor.prompt import BlockHasher
 from tests.fakes.encoders import OneTokenAByte
 from tests.fakes.notes import Notes, counted
 
+ADAPTERS = {"b": frozenset({"sql"})}
 WORKERS = {"a": "10.0.0.1:8000", "b": "10.0.0.2:8000"}
 
 
 class Filter:
-    """Model and pool `m`; `port` once started."""
+    """Model and pool `m`, and two LoRA adapters: `sql`, which worker b has loaded, and `poems`, which nobody has.
+
+    `port` is set once it is started.
+    """
 
     def __init__(self, workers: dict[str, str] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         rng = np.random.default_rng(7)
@@ -33,13 +37,13 @@ class Filter:
         self.log = Notes()
         self.fleet = Fleet([PoolPolicy("m")], hasher, rng)
         for name, endpoint in (WORKERS if workers is None else workers).items():
-            self.fleet.join("m", WorkerSpec(name, endpoint))
+            self.fleet.join("m", WorkerSpec(name, endpoint, adapters=ADAPTERS.get(name, frozenset())))
         self.text = PoolText(OneTokenAByte(), None)
         self.ledger = Ledger(self.fleet, self.metrics, self.log, clock)
         self.reader = PromptReader(hasher, 1, 8, 5.0, lambda fault: None)
         self.judge = Judge(
             self.fleet,
-            {"m": Pool("m", self.text)},
+            dict.fromkeys(("m", "sql", "poems"), Pool("m", self.text, adapters=frozenset({"sql", "poems"}))),
             RequestReader(1, 5.0),
             self.reader,
             self.ledger,
