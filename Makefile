@@ -5,6 +5,9 @@ BIN := .venv/bin
 .venv/.installed-stack: pyproject.toml scripts/venv.sh
 	@sh scripts/venv.sh stack
 
+.venv/.installed-bench: pyproject.toml scripts/venv.sh
+	@sh scripts/venv.sh bench
+
 .venv/.installed-dev: pyproject.toml scripts/venv.sh
 	@sh scripts/venv.sh dev
 
@@ -22,7 +25,7 @@ check: .venv/.installed-dev
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/generate_pb.py --check
 
-bench: .venv/.installed-dev
+bench: .venv/.installed-bench
 	$(BIN)/python -m bench
 
 # Real vLLM engines on CPU, and SGLang's cache manager: each in a venv of its own outside the checkout (3.5 and 1.6 GB).

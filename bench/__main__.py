@@ -1,4 +1,4 @@
-"""Runs the benchmarks and prints them as one table. `python -m bench [domain] [decision] [edge] ...` runs a part."""
+"""Runs the benchmarks, prints one table. `python -m bench [index] [domain] [decision] [edge] ...` runs a part."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 
-from bench import decision, domain, edge, refusals
+from bench import decision, domain, edge, index, refusals
 from bench.row import Row, print_table
 
 _PARTS: dict[str, Callable[[], Iterable[Row]]] = {
+    "index": index.rows,
     "domain": domain.rows,
     "decision": lambda: asyncio.run(decision.rows()),
     "edge": lambda: asyncio.run(edge.rows()),

@@ -1,0 +1,204 @@
+"""The cache index: events in, memory, and a long prompt matched; beside NVIDIA Dynamo's RadixTree on the same input."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from bench.row import Row, median_ms
+from predictor.cache_index import CacheIndex
+from predictor.kv_events import decode_batch
+from predictor.prompt import BlockHasher, HashFamily, Namespace, Tokens
+
+_BLOCK = 16
+_FAMILY = HashFamily(_BLOCK)
+_CHUNK = 512  # blocks: what a step of 8,192 tokens stores
+_WORKERS = 64
+_LONG = 50_000  # blocks
+_HELD_IN_ALL = 10_000_000  # blocks
+
+
+def rows() -> Iterator[Row]:
+    yield from _long_prompt()
+    yield from _events()
+    yield from _ten_million()
+
+
+def _long_prompt() -> Iterator[Row]:
+    """Every fourth worker has the whole prompt, the others a part each of its beginning."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 150_000, _LONG * _BLOCK).astype(np.uint32)
+    held = [_LONG if number % 4 == 0 else _LONG * (number + 1) // _WORKERS for number in range(_WORKERS)]
+    hasher = BlockHasher(rng)
+    index = CacheIndex(hasher, _FAMILY)
+    for number, blocks in enumerate(held):
+        index.add(str(number))
+        for payload in _prompt_payloads(tokens[: blocks * _BLOCK]):
+            for event in decode_batch(payload).events:
+                index.apply(str(number), event)
+    hashes = hasher.prompt_hashes(tokens, _FAMILY, Namespace())
+    assert list(index.runs(hashes).values()) == held
+    hash_ms = median_ms(lambda: hasher.prompt_hashes(tokens, _FAMILY, Namespace()), 25)
+    match_ms = median_ms(lambda: index.runs(hashes), 25)
+    whole_ms = median_ms(lambda: index.runs(hasher.prompt_hashes(tokens, _FAMILY, Namespace())), 25)
+    yield Row("hash 50,000 blocks (800K tokens)", f"{hash_ms:.1f} ms")
+    yield Row("match 50,000 blocks against 64 workers", f"{match_ms:.1f} ms")
+    peer = _dynamo(tokens, held)
+    if peer is None:
+        yield Row("... beside Dynamo's RadixTree", "not installed (make bench installs it)")
+        return
+    yield Row("... Dynamo's RadixTree: hash", f"{peer.hash_ms:.1f} ms")
+    yield Row("... Dynamo's RadixTree: match", f"{peer.match_ms:.1f} ms")
+    yield Row("hash + match, of Dynamo's time", f"{whole_ms / (peer.hash_ms + peer.match_ms):.2f}", "<= 0.25")
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    hash_ms: float
+    match_ms: float
+
+
+def _dynamo(tokens: Tokens, held: list[int]) -> _Peer | None:
+    try:
+        dynamo = importlib.import_module("dynamo._core")
+    except ImportError:
+        return None
+    ids = tokens.tolist()  # what it takes; its own reading of an array is slower
+    hashes = dynamo.compute_block_hash_for_seq(ids, _BLOCK)
+    tree = dynamo.RadixTree()
+    for worker, blocks in enumerate(held):
+        for first in range(0, blocks, _CHUNK):
+            told = [
+                {"block_hash": at + 1, "tokens_hash": hashes[at], "mm_extra_info": None}
+                for at in range(first, min(first + _CHUNK, blocks))
+            ]
+            event = {
+                "event_id": first,
+                "data": {"stored": {"parent_hash": first or None, "blocks": told}},
+                "storage_tier": "device",
+                "dp_rank": 0,
+            }
+            tree.apply_event(worker, json.dumps(event).encode())
+    scores = tree.find_matches(hashes).scores
+    assert {worker: scores[(worker, 0)] for worker in range(len(held))} == dict(enumerate(held))
+    return _Peer(
+        hash_ms=median_ms(lambda: dynamo.compute_block_hash_for_seq(ids, _BLOCK), 25),
+        match_ms=median_ms(lambda: tree.find_matches(hashes), 25),
+    )
+
+
+def _events() -> Iterator[Row]:
+    """A cache that is full: whatever is stored pushes as much out, and vLLM tells each evicted block by itself."""
+    blocks = 160_000
+    runs = {
+        "a step's 512 blocks stored, 512 evicted one by one": _steady(blocks, 200, [_CHUNK]),
+        "32 prompts of 16 blocks stored, 512 evicted": _steady(blocks, 200, [16] * 32),
+        "64 decoded blocks stored one by one, 64 evicted": _steady(blocks, 800, [1] * 64),
+    }
+    for name, payloads in runs.items():
+        hasher = BlockHasher(np.random.default_rng(2))
+        index = CacheIndex(hasher, _FAMILY)
+        index.add("w", blocks)
+        for payload in payloads.filling:
+            _apply(index, "w", payload)
+        spent = [_apply(index, "w", payload) for payload in payloads.steady]
+        rate = 2 * payloads.stored / sum(spent)
+        assert not index.skipped
+        yield Row(f"KV events: {name}", f"{rate / 1e3:,.0f}K blocks/s", ">= 300K blocks/s")
+        yield Row("... the longest batch held the loop for", f"{max(spent) * 1e3:.1f} ms", "< 20 ms")
+
+
+@dataclass(frozen=True, slots=True)
+class _Payloads:
+    filling: list[bytes]
+    steady: list[bytes]
+    stored: int  # blocks, by the steady ones
+
+
+def _steady(capacity: int, batches: int, runs: list[int]) -> _Payloads:
+    rng = np.random.default_rng(3)
+    names = rng.integers(0, 1 << 64, capacity + batches * sum(runs), dtype=np.uint64).tolist()
+
+    def stored(first: int, blocks: int) -> dict[str, object]:
+        ids = rng.integers(0, 150_000, blocks * _BLOCK).tolist()
+        return _stored(names[first : first + blocks], None, ids)
+
+    filling = [msgspec.msgpack.encode([0.0, [stored(at, _CHUNK)], 0]) for at in range(0, capacity - _CHUNK, _CHUNK)]
+    at, gone = len(filling) * _CHUNK, 0
+    steady = []
+    for _ in range(batches):
+        events = [_removed(name) for name in names[gone : gone + sum(runs)]]
+        gone += sum(runs)
+        for blocks in runs:
+            events.append(stored(at, blocks))
+            at += blocks
+        steady.append(msgspec.msgpack.encode([0.0, events, 0]))
+    return _Payloads(filling, steady, batches * sum(runs))
+
+
+def _ten_million() -> Iterator[Row]:
+    """64 engines of 156,250 blocks each, nothing in common."""
+    index = CacheIndex(BlockHasher(np.random.default_rng(4)), _FAMILY)
+    rng = np.random.default_rng(5)
+    each = _HELD_IN_ALL // _WORKERS
+    worst_s = spent_s = 0.0
+    for number in range(_WORKERS):
+        index.add(str(number), each)
+        for first in range(0, each, _CHUNK):
+            blocks = min(_CHUNK, each - first)
+            names = rng.integers(0, 1 << 64, blocks, dtype=np.uint64).tolist()
+            ids = rng.integers(0, 150_000, blocks * _BLOCK).tolist()
+            payload = msgspec.msgpack.encode([0.0, [_stored(names, None, ids)], 0])
+            took_s = _apply(index, str(number), payload)
+            worst_s, spent_s = max(worst_s, took_s), spent_s + took_s
+    held = sum(index.blocks(str(number)) for number in range(_WORKERS))
+    yield Row("10M blocks over 64 workers: memory per block", f"{index.bytes / held:.0f} B", "<= 120 B")
+    yield Row("... filled at", f"{held / spent_s / 1e3:,.0f}K blocks/s", ">= 300K blocks/s")
+    yield Row("... the longest batch held the loop for", f"{worst_s * 1e3:.1f} ms", "< 20 ms")
+    started_s = time.perf_counter()
+    index.remove("0")
+    gone_s = time.perf_counter() - started_s
+    yield Row("... a worker of 156,250 blocks removed in", f"{gone_s * 1e3:.2f} ms", "< 20 ms")
+
+
+def _apply(index: CacheIndex, worker: str, payload: bytes) -> float:
+    """Seconds from the payload to the index."""
+    started_s = time.perf_counter()
+    for event in decode_batch(payload).events:
+        index.apply(worker, event)
+    return time.perf_counter() - started_s
+
+
+def _prompt_payloads(tokens: Tokens) -> Iterator[bytes]:
+    """One prompt in chunks of 512 blocks, as vLLM publishes it; a block's name is its place."""
+    blocks = len(tokens) // _BLOCK
+    for first in range(0, blocks, _CHUNK):
+        last = min(first + _CHUNK, blocks)
+        ids = tokens[first * _BLOCK : last * _BLOCK].tolist()
+        yield msgspec.msgpack.encode([0.0, [_stored(list(range(first + 1, last + 1)), first or None, ids)], 0])
+
+
+def _stored(names: list[int], parent: int | None, ids: list[int]) -> dict[str, object]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": names,
+        "parent_block_hash": parent,
+        "token_ids": ids,
+        "block_size": _BLOCK,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [None] * len(names),
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+
+
+def _removed(name: int) -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU", "group_idx": 0}
