@@ -23,7 +23,7 @@ from predictor.prompt import BlockHasher, BlockHashes, HashFamily
 _MASK = (1 << 64) - 1
 _NEVER = (1 << 32) - 1  # `born` counts up to here before it is renumbered
 # From so many blocks on, numpy's calls are cheaper than a loop.
-_MANY = 16
+_MANY = 64
 # What other tiers may hold where nobody says, in blocks of the device; and without any word at all, blocks.
 _HOST_SHARE, _STORAGE_SHARE, _DEFAULT_CAP = 8, 32, 1 << 22
 _PARKED_AT_MOST = 16_384  # orphan blocks a holder
@@ -121,6 +121,7 @@ class CacheIndex:
     def __init__(self, hasher: BlockHasher, family: HashFamily) -> None:
         self.family = family
         self.skipped: Counter[str] = Counter()
+        self._parked = False  # there may be orphans
         self.adopted = 0  # blocks whose parent came later than they did
         self._hasher = hasher
         self._views: dict[str, _View] = {}
@@ -489,6 +490,7 @@ class CacheIndex:
 
     def _park(self, holder: _Holder, parent: int, run: _Orphans) -> None:
         self.skipped["unknown_parent"] += 1
+        self._parked = True
         if len(run.hashes) > _PARKED_AT_MOST:
             self.skipped["orphans_dropped"] += len(run.hashes)
             return
@@ -526,7 +528,7 @@ class CacheIndex:
 
     def _adopt(self, view: _View, hashes: Sequence[int]) -> None:
         """Blocks that waited for one of these get their place, and so may others behind them."""
-        waiting = [holder for holder in self._readable(view) if holder.orphans]
+        waiting = [holder for holder in self._readable(view) if holder.orphans] if self._parked else []
         if not waiting:
             return
         ready: list[Sequence[int]] = [hashes]
@@ -556,10 +558,11 @@ class CacheIndex:
 
     def _resolve(self, view: _View, theirs: int, first: _Holder | None = None) -> int | None:
         """Our hash for what an engine calls a block, in whichever tier it was told of."""
-        holders = list(self._readable(view))
         if first is not None:
-            holders.insert(0, first)
-        for holder in holders:
+            at = first.names.find_one(theirs)
+            if at >= 0:
+                return int(first.names.views[0][at])
+        for holder in self._readable(view):
             at = holder.names.find_one(theirs)
             if at >= 0:
                 return int(holder.names.views[0][at])

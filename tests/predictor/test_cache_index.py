@@ -87,6 +87,7 @@ class TwinTier:
 class TwinWorker:
     tiers: dict[Tier, TwinTier]
     ever: dict[int, set[Prefix]] = field(default_factory=dict)  # all that a name has stood for
+    last: dict[int, Prefix] = field(default_factory=dict)
     used: list[Tier] = field(default_factory=list)  # tiers that have been told of, in this order
 
     def run(self, prompt: Prefix) -> TieredRun:
@@ -237,12 +238,14 @@ class IndexMachine(RuleBasedStateMachine):
                 (ours,) = self.hasher.chain_few(ours, as_tokens(tokens), BLOCK_SIZE, [digest])
             self.prefixes[ours] = prefix
             twin.ever.setdefault(one, set()).add(prefix)
+            twin.last[one] = prefix
             twin.tiers[tier].hold(one, prefix)
 
     def adopt(self, twin: TwinWorker, told_in: Tier, hashes: list[int]) -> None:
         def meant(name: int, tier: Tier) -> Prefix:
             where = [tier, *twin.used]
-            return next(twin.tiers[one].prefixes[name] for one in where if name in twin.tiers[one].prefixes)
+            held = (twin.tiers[one].prefixes[name] for one in where if name in twin.tiers[one].prefixes)
+            return next(held, twin.last[name])  # one that was removed while it waited still tells its place
 
         del told_in
         ready = [hashes]
