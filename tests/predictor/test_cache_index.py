@@ -148,7 +148,9 @@ class IndexMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="already"):
                 self.index.add(worker, capacity)
             return
-        self.index.add(worker, TierCaps(capacity, capacity, capacity))
+        # Else the lower tiers' caps would follow the device's.
+        lower = 10_000 if capacity is None else capacity
+        self.index.add(worker, TierCaps(capacity, lower, lower))
         self.twins[worker] = TwinWorker({tier: TwinTier(capacity) for tier in Tier})
 
     @precondition(lambda self: len(self.twins) > 1)
