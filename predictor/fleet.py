@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ReadOnly
@@ -696,15 +697,17 @@ class Fleet:
     def _look_back(self, home: _Pool, worker: _Worker, now_s: float) -> None:
         if not len(worker.hindsight):
             return
-        unstarted = (t.number for t in worker.tickets.values() if t.first_token_at_s is None and t.wish.streaming)
+        tickets = worker.tickets.values()  # in the order of their numbers
+        unstarted = next((t.number for t in tickets if t.first_token_at_s is None and t.wish.streaming), None)
+        numbers = [ticket.number for ticket in tickets]
+        held = [0, *itertools.accumulate(ticket.forecast.prompt_tokens for ticket in tickets)]
+        capacity = worker.capacity_tokens
 
         def has_room(refused: Watched) -> bool:
-            if worker.capacity_tokens is None:
-                return True
-            held = sum(t.forecast.prompt_tokens for t in worker.tickets.values() if t.number <= refused.behind)
-            return held + refused.prompt_tokens <= worker.capacity_tokens
+            ahead = held[bisect_right(numbers, refused.behind)]
+            return capacity is None or ahead + refused.prompt_tokens <= capacity
 
-        self._reviewed(home, worker.hindsight.after(min(unstarted, default=None), has_room, now_s))
+        self._reviewed(home, worker.hindsight.after(unstarted, has_room, now_s))
 
     def _reviewed(self, home: _Pool, reviews: Iterable[Review]) -> None:
         for review in reviews:
