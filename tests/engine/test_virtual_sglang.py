@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from predictor.cache_index import TierCaps
 from predictor.engines.reuse import sglang
 from predictor.prompt import HashFamily
 from tests.engine.traces import Observer, Verdict, VirtualSglang
@@ -56,7 +57,7 @@ def _follow(engine: VirtualSglang) -> Verdict:
     lookahead = int(engine.eagle)
     family = HashFamily(engine.page_size, lookahead)
     rule = sglang().with_blocks_seen(lookahead, pairs=engine.eagle)
-    observer = Observer(family, engine.max_total_num_tokens // engine.page_size, rule)
+    observer = Observer(family, TierCaps(engine.max_total_num_tokens // engine.page_size), rule)
     verdict = observer.follow(engine.records())
     _logger.info("%s", verdict)
     return verdict

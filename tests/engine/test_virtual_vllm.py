@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from predictor.cache_index import TierCaps
 from predictor.engines.reuse import ReuseRule, vllm
 from predictor.prompt import HashFamily
 from tests.engine.traces import Observer, Verdict, VirtualVllm
@@ -52,6 +53,16 @@ def test_what_eagle_drops_is_not_credited(request: pytest.FixtureRequest) -> Non
     _is_exact(verdict)
 
 
+@pytest.mark.parametrize("self_describing", [True, False], ids=["told whole", "told by name"])
+def test_what_was_offloaded_to_the_host_is_credited(self_describing: bool, request: pytest.FixtureRequest) -> None:
+    engine = replace(
+        PLAIN, num_blocks=300, cpu_blocks=600, self_describing=self_describing, shape=Shape(requests=10_000)
+    )
+    verdict = _follow(_sized(engine, request))
+    _is_exact(verdict)
+    assert verdict.loaded > 0.05 * verdict.admitted
+
+
 @pytest.mark.parametrize("other", ["window:64", "mamba"])
 def test_of_a_hybrid_model_the_full_attention_group_is_an_upper_bound(
     other: str, request: pytest.FixtureRequest
@@ -75,7 +86,7 @@ def _sized(engine: VirtualVllm, request: pytest.FixtureRequest) -> VirtualVllm:
 
 
 def _follow(engine: VirtualVllm, rule: ReuseRule | None = None) -> Verdict:
-    observer = Observer(HashFamily(engine.block_size), engine.num_blocks, rule or vllm())
+    observer = Observer(HashFamily(engine.block_size), TierCaps(engine.num_blocks, engine.cpu_blocks), rule or vllm())
     verdict = observer.follow(engine.records())
     _logger.info("%s", verdict)
     return verdict

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from predictor.cache_index import CacheIndex
+from predictor.cache_index import CacheIndex, TierCaps
 from predictor.engines.reuse import ReuseRule
 from predictor.kv_events import decode_batch
 from predictor.prefixes_ahead import PrefixesAhead
@@ -42,6 +42,8 @@ class VirtualVllm:
     max_num_seqs: int = 64
     eagle: bool = False
     groups: tuple[str, ...] = ("full",)
+    cpu_blocks: int = 0  # of vLLM's own offloading connector; 0: none
+    self_describing: bool = True  # whether it tells what is in the blocks that it offloads
 
     def records(self) -> Iterator[list[Any]]:
         home = engine_home()
@@ -93,6 +95,7 @@ def _records(command: list[str], environment: dict[str, str]) -> Iterator[list[A
 
 @dataclass(slots=True)
 class _Asked:
+    tokens: int
     hashes: BlockHashes
     reads_cache: bool
 
@@ -109,6 +112,7 @@ class Verdict:
     taken_in_the_step: int = 0
     right_at_arrival: int = 0  # what would have been credited when it came
     resumed: int = 0
+    loaded: int = 0  # from the host
     batches: int = 0
     holds_checked: int = 0
     prompt_tokens: int = 0
@@ -127,30 +131,33 @@ class Verdict:
             f"{self.admitted} requests, {self.right} right at admission ({self.right_share:.3%}), {self.over} over "
             f"({self.taken_in_the_step} of them taken in the very step), {self.under} under; "
             f"{self.right_at_arrival / max(1, self.admitted):.2%} right at arrival; {reused:.0%} reused, "
-            f"{self.batches} batches, {self.holds_checked} comparisons of contents, {self.counts}, "
-            f"skipped {dict(self.skipped)}\n" + "\n".join(self.wrong)
+            f"{self.loaded} loaded, {self.batches} batches, {self.holds_checked} comparisons of contents, "
+            f"{self.counts}, skipped {dict(self.skipped)}\n" + "\n".join(self.wrong)
         )
 
 
 class Observer:
     """Follows one engine."""
 
-    def __init__(self, family: HashFamily, capacity_blocks: int | None, rule: ReuseRule) -> None:
+    def __init__(self, family: HashFamily, capacity: TierCaps, rule: ReuseRule) -> None:
         self.family, self.rule = family, rule
         self.block_size = family.block_size
         self.hasher = BlockHasher(np.random.default_rng(1))
         self.index = CacheIndex(self.hasher, family)
-        self.index.add(WORKER, capacity_blocks)
+        self.index.add(WORKER, capacity)
         self.ahead = PrefixesAhead()
         self.verdict = Verdict()
         self._asked: dict[str, _Asked] = {}
         self._at_arrival: dict[str, int] = {}
+        self._at_lookup: dict[str, int] = {}
 
     def follow(self, records: Iterator[list[Any]]) -> Verdict:
         for kind, *fields in records:
             match kind:
                 case "asked":
                     self._came(*fields)
+                case "looked_up":
+                    self._looked_up(*fields)
                 case "admitted":
                     self._admitted(*fields)
                 case "resumed":
@@ -170,20 +177,27 @@ class Observer:
     def credit(self, asked: _Asked, tokens: int) -> int:
         if not asked.reads_cache:
             return 0
-        run = self.index.runs(asked.hashes)[WORKER]
+        run = self.index.match(asked.hashes)[WORKER].blocks
         run_tokens = self.ahead.run(asked.hashes, run) * self.block_size
         return self.rule.reusable_tokens(run_tokens, self.block_size, tokens)
 
     def _came(self, name: str, raw: bytes, salt: str | None, adapter: str | None, reads_cache: bool) -> None:
         tokens = as_tokens(np.frombuffer(raw, np.uint32))
         hashes = self.hasher.prompt_hashes(tokens, self.family, Namespace(adapter, salt))
-        asked = self._asked[name] = _Asked(hashes, reads_cache)
+        asked = self._asked[name] = _Asked(len(tokens), hashes, reads_cache)
         self._at_arrival[name] = self.credit(asked, len(tokens))
         self.verdict.asked += 1
 
+    def _looked_up(self, name: str) -> None:
+        """What is to be loaded from another tier is settled before it is loaded, and so before the admission."""
+        asked = self._asked[name]
+        self._at_lookup[name] = self.credit(asked, asked.tokens)
+        self.verdict.loaded += 1
+
     def _admitted(self, name: str, cached: int, tokens: int, before: int) -> None:
         verdict, asked = self.verdict, self._asked[name]
-        credited = self.credit(asked, tokens)
+        known = self._at_lookup.pop(name, None)
+        credited = self.credit(asked, tokens) if known is None else known
         # From here on its own blocks are there for those behind it, computed or not.
         if self.rule.shares_in_flight:
             self.ahead.add(name, asked.hashes)

@@ -9,6 +9,7 @@ them. Records are msgpack arrays, each behind its length in four bytes, in the o
     ["asked", id, token ids (u32), salt, adapter, reads cache]   a request came
     ["admitted", id, cached, tokens, before]   first scheduled: what was reused of so many tokens; and what would have
                                                been, had it been looked up when the step began
+    ["looked_up", id]                          of what is to be loaded first: it is settled now, and admitted later
     ["resumed", id, cached, tokens]            the same after a preemption
     ["batch", payload]                         published at the end of a step
     ["first", id] ["ended", id]
@@ -29,7 +30,8 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm.config import CacheConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -42,7 +44,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -125,6 +127,10 @@ class Engine:
         config.cache_config.num_gpu_blocks = options["num_blocks"]
         self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), block_size=block_size)
         config.speculative_config = None
+        self.connector = self.scheduler.connector
+        self._transfers: list[Any] = []  # of the step before: they are through by the end of this one
+        if self.connector is not None:
+            self._tell_lookups()
         self.scheduler.kv_event_publisher = records
         hash_fn = get_hash_fn_by_name("sha256")
         init_none_hash(hash_fn)
@@ -174,6 +180,8 @@ class Engine:
             whole = request.num_computed_tokens >= request.num_tokens
             sampled.append([workload.rng.randrange(100_000)] if whole else [])
         output = ModelRunnerOutput(ids, {name: place for place, name in enumerate(ids)}, sampled)
+        if self.connector is not None:
+            output.kv_connector_output = self._transferred(scheduled.kv_connector_metadata)
         self.scheduler.update_from_output(scheduled, output)
         ended = []
         for request_id, tokens in zip(ids, sampled, strict=True):
@@ -187,6 +195,26 @@ class Engine:
         if self.counts["steps"] % _HOLDS_EVERY == 0:
             self.tell_what_it_holds()
         return ended
+
+    def _tell_lookups(self) -> None:
+        ask = self.connector.get_num_new_matched_tokens
+
+        def told(request: Request, computed: int) -> Any:
+            more, loads = ask(request, computed)
+            if more and loads:
+                self.records.write("looked_up", request.request_id)
+            return more, loads
+
+        self.connector.get_num_new_matched_tokens = told
+
+    def _transferred(self, metadata: Any) -> KVConnectorOutput:
+        """What the worker side says when the copies of the step before are through. Nothing is copied."""
+        done, self._transfers = self._transfers, [metadata.load_jobs, metadata.store_jobs]
+        jobs = {job: 1 for kind in done for job in kind}
+        received = {job.req_id for job in done[0].values()} if done else set()
+        return KVConnectorOutput(
+            finished_recving=received or None, kv_connector_worker_meta=OffloadingWorkerMetadata(completed_jobs=jobs)
+        )
 
     def _hit(self, request: Request) -> int:
         hit: int = self.scheduler.kv_cache_manager.get_computed_blocks(request)[1]
@@ -214,6 +242,23 @@ def vllm_config(options: dict[str, Any]) -> VllmConfig:
             async_scheduling=False,
         ),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        kv_transfer_config=offloading(options),
+    )
+
+
+def offloading(options: dict[str, Any]) -> KVTransferConfig | None:
+    blocks = options.get("cpu_blocks")
+    if not blocks:
+        return None
+    # Of one layer with one head of 64, in two bytes: a multiple of a page of memory at 16 tokens and more.
+    block_bytes = max(4096, options["block_size"] * 64 * 2 * 2)
+    return KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "cpu_bytes_to_use": blocks * block_bytes,
+            "self_describing_kv_events": options["self_describing"],
+        },
     )
 
 
