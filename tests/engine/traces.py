@@ -49,7 +49,8 @@ class VirtualVllm:
         home = engine_home()
         options = {**asdict(self), "model": str(home / "model")}
         command = [str(home / "venv" / "bin" / "python"), "-W", "ignore", str(HERE / "vllm-side" / "cache_trace.py")]
-        environment = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+        # The same from run to run: the offloading connector walks through sets.
+        environment = {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
         return _records([*command, json.dumps(options)], environment)
 
 
@@ -69,7 +70,7 @@ class VirtualSglang:
         home = sglang_home()
         side = HERE / "sglang-side"
         command = [str(home / "venv" / "bin" / "python"), "-W", "ignore", str(side / "cache_trace.py")]
-        environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return _records([*command, json.dumps(asdict(self))], environment)
 
 
@@ -78,7 +79,10 @@ def _records(command: list[str], environment: dict[str, str]) -> Iterator[list[A
     decoder = msgspec.msgpack.Decoder(list[Any])
     done = False
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -162,7 +162,8 @@ class Engine:
     def step(self, workload: Workload) -> list[tuple[Ask, list[int]]]:
         """One step; the requests that ended with it, and their outputs."""
         self.counts["steps"] += 1
-        before = {request.request_id: self._hit(request) for request in itertools.islice(self.scheduler.waiting, 32)}
+        queued = itertools.chain(self.scheduler.deferred_waiting, self.scheduler.waiting)
+        before = {request.request_id: self._hit(request) for request in itertools.islice(queued, 32)}
         scheduled = self.scheduler.schedule()
         for new in scheduled.scheduled_new_reqs:
             name, tokens = new.req_id, self.requests[new.req_id].num_tokens
