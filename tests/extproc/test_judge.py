@@ -207,3 +207,22 @@ async def test_an_adapter_that_nobody_has_loaded_is_unavailable(bench: Bench) ->
     verdict = await bench.decide(model="poems")
     assert isinstance(verdict, Reject)
     assert verdict.reply.status == 503
+
+
+async def test_a_trusted_start_counts_as_waited_up_to_when_the_request_reached_us(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.filter.judge, "_wall_clock", lambda: 1_790_000_010.0)
+    bench.clock.advance(2.0)  # inside the filter
+    await bench.filter.judge.decide(said(x_request_start="t=1790000000"), bench.exchange)
+    ticket = bench.filter.fleet.ticket("boot-1")
+    assert ticket is not None
+    assert ticket.wish.waited_before_s == pytest.approx(8.0)
+    assert ticket.forecast.already_waited_s == pytest.approx(10.0)
+
+
+async def test_a_start_that_nobody_trusts_counts_for_nothing(bench: Bench) -> None:
+    await bench.filter.judge.decide(said(x_request_start="t=1"), bench.exchange)
+    ticket = bench.filter.fleet.ticket("boot-1")
+    assert ticket is not None
+    assert ticket.forecast.already_waited_s == 0.0
