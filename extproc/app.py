@@ -160,9 +160,9 @@ class App:
 
     def _join(self, pool: str, worker: WorkerConfig) -> None:
         settings = worker.settings.for_engine()
-        self._fleet.join(
-            pool, WorkerSpec(worker.name, worker.endpoint, settings, worker.cluster, frozenset(worker.adapters))
-        )
+        cache, adapters = worker.cache.for_engine(), frozenset(worker.adapters)
+        spec = WorkerSpec(worker.name, worker.endpoint, settings, worker.cluster, adapters, cache)
+        self._fleet.join(pool, spec)
         recorder = self._recorder
         if recorder is not None:
             recorder.worker(pool, worker.name, settings)

@@ -12,7 +12,10 @@ import msgspec
 import yaml
 
 from predictor.admission import BOUND_MAX_S, BOUND_MIN_S, TTFT_BOUND_MAX_S, TTFT_BOUND_MIN_S
+from predictor.engines import reuse
 from predictor.engines.vllm import Settings
+from predictor.kv_events import Tier
+from predictor.pool_cache import CacheSpec
 
 _DEFAULTS = Settings()
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -158,6 +161,31 @@ class EngineSettings(_Section, frozen=True):
         return Settings(**msgspec.structs.asdict(self))
 
 
+class CacheConfig(_Section, frozen=True):
+    """What an engine does not tell of its cache. `rule` is the engine family whose rule of reuse holds."""
+
+    rule: Literal["vllm", "sglang"] = "vllm"
+    speculative: bool = False
+    cache_hit_alignment: Annotated[int, msgspec.Meta(ge=0)] = 0
+    host_blocks: _Positive | None = None
+    storage_blocks: _Positive | None = None
+    host_us_per_token: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    storage_us_per_token: Annotated[float, msgspec.Meta(ge=0)] = 60.0
+    host_store: _Name | None = None
+    storage_store: _Name | None = None
+
+    def for_engine(self) -> CacheSpec:
+        stores = {Tier.HOST: self.host_store, Tier.STORAGE: self.storage_store}
+        return CacheSpec(
+            rule=reuse.sglang() if self.rule == "sglang" else reuse.vllm(self.speculative, self.cache_hit_alignment),
+            host_blocks=self.host_blocks,
+            storage_blocks=self.storage_blocks,
+            host_s_per_token=self.host_us_per_token * 1e-6,
+            storage_s_per_token=self.storage_us_per_token * 1e-6,
+            stores={tier: name for tier, name in stores.items() if name is not None},
+        )
+
+
 class WorkerConfig(_Section, frozen=True):
     name: _Name
     endpoint: _HostPort
@@ -166,6 +194,7 @@ class WorkerConfig(_Section, frozen=True):
     kv_replay: _Zmq | None = None
     adapters: list[_Name] = []
     settings: EngineSettings = EngineSettings()
+    cache: CacheConfig = CacheConfig()
 
 
 class PoolConfig(_Section, frozen=True):

@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.config import BadConfig, Config, EngineSettings, load_config, notes, parse_config
+from predictor.engines import reuse
 from predictor.engines.vllm import Settings
+from predictor.kv_events import Tier
+from predictor.pool_cache import CacheSpec
 
 GOOD = """\
 listen:
@@ -61,6 +64,43 @@ def test_a_good_file_says_what_it_says() -> None:
     assert (w0.kv_events, w0.kv_replay) == ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
     assert w0.settings.for_engine() == Settings(block_size=32, num_gpu_blocks=1000)
     assert (w1.kv_events, w1.settings) == (None, EngineSettings())
+
+
+def test_what_is_told_of_a_cache_is_what_the_fleet_gets() -> None:
+    text = """pools:
+- name: p
+  workers:
+  - name: w
+    endpoint: h:1
+    cache: {speculative: true, cache_hit_alignment: 528, host_blocks: 100, host_us_per_token: 5, host_store: lmcache}
+  - {name: s, endpoint: "h:2", cache: {rule: sglang}}
+  - {name: plain, endpoint: "h:3"}
+"""
+    workers = parse_config(text, "f.yaml").pools[0].workers
+    told, sglang, plain = (worker.cache.for_engine() for worker in workers)
+    assert told.rule == reuse.vllm(speculative=True, cache_hit_alignment=528)
+    assert (told.host_blocks, told.storage_blocks, told.stores) == (100, None, {Tier.HOST: "lmcache"})
+    assert told.host_s_per_token == pytest.approx(5e-6)
+    assert told.storage_s_per_token == pytest.approx(60e-6)
+    assert sglang.rule == reuse.sglang()
+    assert plain.rule == CacheSpec().rule
+    assert plain.host_s_per_token == pytest.approx(CacheSpec().host_s_per_token)
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ("cache: {rule: trtllm}", "cache.rule"),
+        ("cache: {host_blocks: 0}", "cache.host_blocks"),
+        ("cache: {storage_us_per_token: -1}", "cache.storage_us_per_token"),
+        ("cache: {cache_hit_alignment: -16}", "cache.cache_hit_alignment"),
+        ("cache: {host_store: ''}", "cache.host_store"),
+        ("cache: {gpu_blocks: 5}", "cache"),
+    ],
+)
+def test_what_is_told_wrongly_of_a_cache_is_named(line: str, field: str) -> None:
+    (fault,) = worker_fault(line)
+    assert fault.startswith(f"f.yaml:6: pools[0].workers[0].{field}")
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "---\n", "{}", "null", "pools: []"])
