@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="KEY=VALUE",
         help="another engine setting than the recorded one; WORKER:KEY=VALUE for one worker, learning.KEY=VALUE",
     )
+    report = commands.add_parser("report", help="how good a running filter's predictions have been")
+    report.add_argument("--admin", default="http://127.0.0.1:9464", metavar="URL", help="the filter's admin port")
     chosen = parser.parse_args(arguments)
     try:
         match chosen.command:
@@ -59,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return uvloop.run(_serve(load_config(chosen.config)))
             case "check":
                 return _check(chosen.config)
+            case "report":
+                return _report(chosen.admin)
             case "backtest":
                 return _backtest(chosen.recording, chosen.json, chosen.what_if)
             case _:
@@ -103,6 +107,13 @@ def _check(path: Path) -> int:
     print(f"{path}: good: {len(config.pools)} pool(s), {workers} worker(s)")
     for note in notes(config):
         print(f"note: {note}")
+    return EXIT_OK
+
+
+def _report(admin_url: str) -> int:
+    from extproc.report import fetch_metrics, report
+
+    print(report(fetch_metrics(admin_url)))
     return EXIT_OK
 
 
