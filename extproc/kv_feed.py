@@ -88,7 +88,7 @@ class KvFeed:
         if seq == self._cursor.next_seq:
             if seq == 0:
                 self._trust(complete=True)  # seen from its start
-            self._apply(seq, payload)
+            self._apply(seq, payload, time.monotonic())
 
     async def _fill(self, seq: int) -> None:
         """Batches before `seq` are missing."""
@@ -155,7 +155,8 @@ class KvFeed:
             await self._receive(await live.recv_multipart())
         self._cursor.caught_up()
 
-    def _apply(self, seq: int, payload: bytes) -> None:
+    def _apply(self, seq: int, payload: bytes, now_s: float | None = None) -> None:
+        """`now_s`: it has come live, and tells what the engine has just done."""
         self._cursor.applied(seq)
         if self._recorder is not None:
             self._recorder.kv(self._worker, seq, payload)
@@ -166,7 +167,7 @@ class KvFeed:
             # Whatever it stored or removed is missing from the view now.
             self._fleet.set_trusted(self._worker, trusted=False)
             return
-        self._fleet.apply(self._worker, batch)
+        self._fleet.apply(self._worker, batch, now_s)
         self._metrics.kv_batches.labels(self._worker, "applied").inc()
         for reason, count in batch.skipped.items():
             self._metrics.kv_skipped.labels(self._worker, reason).inc(count)

@@ -217,7 +217,7 @@ class Backtest:
         if record.seq == 0:
             self._fleet.set_trusted(record.worker, trusted=True)
         worker.feed.applied(record.seq)
-        self._fleet.apply(record.worker, batch_of(record, worker.settings.block_size))
+        self._fleet.apply(record.worker, batch_of(record, worker.settings.block_size), record.t)
 
     def _request(self, record: RequestRecord) -> None:
         self._known(record.worker, "request")

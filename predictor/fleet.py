@@ -29,6 +29,7 @@ from predictor.admission import (
     objection,
     refuse,
 )
+from predictor.arrivals import RecentArrivals
 from predictor.engines.vllm import Sequence, Settings, room_beside
 from predictor.fairness import FairnessPolicy, TenantUse
 from predictor.forecast import Forecast, forecast
@@ -40,9 +41,11 @@ from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
 from predictor.output_lengths import LengthCurve, OutputLengths
 from predictor.pool_cache import CacheSpec, PoolCache, Reuse
 from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample
-from predictor.prompt import BlockHasher, HashFamily, Prompt
-from predictor.queue_replay import Shadow
+from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
 from predictor.routing import Candidate, Choice, Prefer, RoutingPolicy, Why, choose
+from predictor.shadow import Shadow
+from predictor.step_sample import StepSample
+from predictor.stored_run import StoredRun
 
 _RECENT_GRANTS = 50
 _MAX_OUTPUT_TOKENS = 1 << 20
@@ -172,6 +175,8 @@ class _Worker:
     cost: PrefillCost
     shadow: Shadow
     calibration: Calibration
+    arrivals: RecentArrivals = field(default_factory=RecentArrivals)
+    runs: list[StoredRun] = field(default_factory=list)  # of a batch that has come in part
     due: list[tuple[float, str]] = field(default_factory=list)  # a heap: when a ticket's interval ends
     up: bool = True
     trusted: bool = True  # the event feed is complete
@@ -277,9 +282,16 @@ class Fleet:
             raise ValueError(f"worker {spec.name!r} is already in the fleet")
         home = self._pools[pool]
         cost = PrefillCost(home.policy.learning)
-        home.workers[spec.name] = _Worker(
-            spec, spec.settings, cost, Shadow(spec.settings, cost.cost), Calibration(home.errors)
-        )
+
+        def cached_blocks(hashes: BlockHashes) -> int:
+            return home.cache.held(spec.name, hashes)
+
+        def learn(sample: StepSample) -> None:
+            cost.add_steps(sample)
+            shadow.set_cost(cost.cost)
+
+        shadow = Shadow(spec.settings, cost.cost, learn, cached_blocks)
+        home.workers[spec.name] = _Worker(spec, spec.settings, cost, shadow, Calibration(home.errors))
         self._pool_of[spec.name] = home
         home.cache.join(spec.name, spec.cache, spec.settings.block_size, spec.settings.num_gpu_blocks)
 
@@ -361,8 +373,23 @@ class Fleet:
 
     # The cache view
 
-    def apply(self, worker: str, batch: Batch) -> None:
-        self._pool_of[worker].cache.apply(worker, batch)
+    def apply(self, worker: str, batch: Batch, now_s: float | None = None, more: bool = False) -> None:
+        """Takes in what an engine published.
+
+        With the time at which it came it also tells what the engine has got to; history, as from a replay, does not.
+        `more` of the same batch is to come: what a batch tells is understood only as a whole.
+        """
+        home = self._pool_of[worker]
+        known = home.workers[worker]
+        # The step that is told of was composed with what was cached before it.
+        known.shadow.settle(now_s)
+        runs = home.cache.apply(worker, batch)
+        if now_s is not None:
+            known.runs += runs
+            if not more:
+                runs, known.runs = known.runs, []
+                known.shadow.set_sees_blocks(known.trusted)
+                known.shadow.stored(runs, now_s)
 
     def clear(self, worker: str) -> None:
         """What this worker's cache holds is not known any more."""
@@ -404,7 +431,8 @@ class Fleet:
             assert choice is not None, "with everybody open, somebody is chosen"
         chosen = choice.ranked[0].forecast
         server = home.workers[chosen.worker]
-        ticket = self._book(home, server, chosen, wish, now_s)
+        hashes = home.cache.hashes(chosen.worker, prompt)
+        ticket = self._book(home, server, chosen, wish, hashes, now_s)
         ticket.would_refuse = refusal
         home.cache.book(chosen.worker, ticket.id, prompt, reuse[chosen.worker].by_rule)
         endpoints = tuple(home.workers[candidate.forecast.worker].spec.endpoint for candidate in choice.ranked)
@@ -418,7 +446,8 @@ class Fleet:
         waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
         reuse = home.cache.reuse(prompt)[worker]
         priced = self._prospect(server, prompt, reuse, 0, None, waited_s, now_s).forecast
-        ticket = self._book(home, server, priced, wish, now_s)
+        hashes = home.cache.hashes(worker, prompt)
+        ticket = self._book(home, server, priced, wish, hashes, now_s)
         home.cache.book(worker, ticket.id, prompt, reuse.by_rule)
         return ticket
 
@@ -475,7 +504,7 @@ class Fleet:
         if judged and usage.cached_tokens is not None:
             home.cache.learn(ticket.worker, ticket_id, usage.cached_tokens)
         seen_tokens = home.cache.release(ticket.worker, ticket_id)
-        worker.shadow.finish(ticket_id, now_s)
+        worker.shadow.finish(ticket_id, now_s, usage.output_tokens)
         self._look_back(home, worker, now_s)
         if usage.output_tokens is not None and ticket.first_token_at_s is not None:
             # Nobody generates more than was asked for, whatever is reported.
@@ -636,6 +665,7 @@ class Fleet:
             exact_tokens=prompt.exact,
             calibration=worker.calibration,
             trusted=worker.trusted,
+            arrivals=worker.arrivals,
         )
         high_wait_s = priced.wait_s
         if quantile is not None:
@@ -715,7 +745,9 @@ class Fleet:
                 self._steps.append((home.policy.name, home.mode, home.guard.rate_at_last_step))
             self._reviews.append((home.policy.name, review))
 
-    def _book(self, home: _Pool, worker: _Worker, priced: Forecast, wish: Wish, now_s: float) -> Ticket:
+    def _book(
+        self, home: _Pool, worker: _Worker, priced: Forecast, wish: Wish, hashes: BlockHashes, now_s: float
+    ) -> Ticket:
         shadow = worker.shadow
         solo = not shadow.prefilling and not worker.foreign_load
         ticket = Ticket(
@@ -737,7 +769,17 @@ class Fleet:
         _spoil_samples(worker)
         # Drawn, not the mean: of requests that all are expected to be of the mean length, all would end at once.
         expected = home.length_curve(now_s).length(float(self._rng.random()), 0, wish.max_tokens)
-        shadow.book(Sequence(ticket.id, priced.prompt_tokens, priced.cached_tokens, expected, wish.streaming), now_s)
+        seq = Sequence(
+            ticket.id,
+            priced.prompt_tokens,
+            priced.cached_tokens,
+            expected,
+            wish.streaming,
+            max_output=wish.max_tokens,
+            hashes=hashes,
+        )
+        shadow.book(seq, now_s)
+        worker.arrivals.add(now_s, priced.prompt_tokens - priced.cached_tokens)
         worker.tickets[ticket.id] = ticket
         worker.kv_tokens += ticket.kv_tokens
         self._tickets[ticket.id] = ticket

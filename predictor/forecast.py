@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isclose
 
+from predictor.arrivals import RecentArrivals
 from predictor.engines.vllm import Settings
 from predictor.interval import HIGH, LOW, UNKNOWN, UNSURE, Calibration, Kind, Spread
 from predictor.prefill_cost import Basis, StepCost
-from predictor.queue_replay import Timeline
+from predictor.timeline import Timeline
 
 # Up to so much is no wait, but the rest of a step that is under way.
 _NO_WAIT_S = 0.02
@@ -79,6 +80,7 @@ def forecast(
     calibration: Calibration | None = None,
     trusted: bool = True,
     load_s: float = 0.0,
+    arrivals: RecentArrivals | None = None,
 ) -> Forecast:
     """Prices a newcomer on a worker's timeline: two bisections and a closed form.
 
@@ -89,7 +91,12 @@ def forecast(
     """
     uncached = prompt_tokens - cached_tokens
     own_s = cost.tokens_s(cached_tokens, prompt_tokens)
-    done_s = timeline.finish_s(uncached) + own_s
+    blocks = -(-prompt_tokens // settings.block_size) if settings.num_gpu_blocks is not None else 0
+    course = timeline.course(uncached, blocks)
+    done_s = course.finish_s + own_s
+    if arrivals is not None:
+        own_before_s = own_s - cost.tokens_s(prompt_tokens - course.last_tokens, prompt_tokens)
+        done_s += arrivals.stretch_s(course, own_before_s, cost, now_s)
     prefill_s = cost.alone_s(cached_tokens, prompt_tokens, settings.max_num_batched_tokens)
     wait_s = max(0.0, done_s - now_s - prefill_s)
     overhead_s = cost.overhead_s(prompt_tokens)

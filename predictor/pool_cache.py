@@ -14,8 +14,9 @@ from predictor.engines.reuse import ReuseRule
 from predictor.first_stored import FirstStored
 from predictor.kv_events import Batch, KvEvent, Stored, Tier
 from predictor.prefixes_ahead import PrefixesAhead
-from predictor.prompt import BlockHasher, HashFamily, Prompt
+from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
 from predictor.reuse_correction import ReuseCorrection
+from predictor.stored_run import StoredRun
 
 # Stores in a row that are hashed in another way than was assumed, before that is believed over what came before.
 _STRANGERS = 4
@@ -104,11 +105,17 @@ class PoolCache:
 
     # Events
 
-    def apply(self, worker: str, batch: Batch) -> None:
+    def apply(self, worker: str, batch: Batch) -> list[StoredRun]:
+        """Takes in a batch, and returns what it says of blocks that were computed."""
+        runs = []
         for event in batch.events:
-            self.apply_event(worker, event)
+            first = self.apply_event(worker, event)
+            if isinstance(event, Stored) and event.tier is Tier.DEVICE and event.hashes:
+                runs.append(StoredRun(first, event.parent, event.hashes[-1], len(event.hashes)))
+        return runs
 
-    def apply_event(self, worker: str, event: KvEvent) -> None:
+    def apply_event(self, worker: str, event: KvEvent) -> int | None:
+        """Of blocks that were stored on a device and have their place, our hash of the first."""
         cache = self._caches[worker]
         if isinstance(event, Stored) and event.tier is Tier.DEVICE:
             self._look_at_family(worker, cache, event)
@@ -116,6 +123,7 @@ class PoolCache:
         if first is not None and cache.first_stored.waiting:
             assert isinstance(event, Stored)
             cache.first_stored.stored(first, len(event.hashes))
+        return first
 
     def _look_at_family(self, worker: str, cache: _Cache, event: Stored) -> None:
         """Events show how an engine hashes better than any list of its options does."""
@@ -153,6 +161,14 @@ class PoolCache:
         on_storage = tokens - on_device - on_host
         load_s = on_host * cache.spec.host_s_per_token + on_storage * cache.spec.storage_s_per_token
         return Reuse(on_device, on_host, on_storage, load_s, by_rule)
+
+    def hashes(self, worker: str, prompt: Prompt) -> BlockHashes:
+        """Of the prompt's full blocks, as the worker divides it."""
+        return prompt.hashes.get(self._caches[worker].family, _NO_HASHES)
+
+    def held(self, worker: str, hashes: BlockHashes) -> int:
+        """How many of these blocks, from the first on, are known to be on the worker's device."""
+        return self._indexes[self._caches[worker].family].match(hashes)[worker].device
 
     def book(self, worker: str, request_id: str, prompt: Prompt, by_rule_tokens: int) -> None:
         """The request goes to this worker: its blocks will be there."""

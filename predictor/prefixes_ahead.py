@@ -8,6 +8,7 @@ copies of one prompt sent at once, an engine computes one. Blocks of requests in
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as ReadOnly
 
 from predictor.prompt import BlockHashes
 
@@ -44,10 +45,11 @@ class PrefixesAhead:
         alike = self._alike.get(int(hashes[0])) if len(hashes) else None
         if alike is None:
             return known
-        return max(known, *(_shared(hashes, other) for other in itertools.islice(reversed(alike.values()), _LOOKED_AT)))
+        newest = itertools.islice(reversed(alike.values()), _LOOKED_AT)
+        return max(known, *(common_blocks(hashes, other) for other in newest))
 
 
-def _shared(left: BlockHashes, right: BlockHashes) -> int:
+def common_blocks(left: BlockHashes | ReadOnly[int], right: BlockHashes | ReadOnly[int]) -> int:
     """How many leading blocks are equal; hashes are chained, so where two are equal, all before them are."""
     low, high = 0, min(len(left), len(right))
     while low < high:

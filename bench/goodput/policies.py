@@ -129,7 +129,7 @@ class Headway(Policy):
         )
 
     def stored(self, worker: str, events: list[KvEvent], now_s: float) -> None:
-        self.fleet.apply(worker, decode_batch(encode_batch(events, now_s, "map")))
+        self.fleet.apply(worker, decode_batch(encode_batch(events, now_s, "map")), now_s)
 
     def judgement(self, now_s: float) -> Judgement:
         self.reviews = [review for _, review in self.fleet.take_reviews(now_s)]

@@ -1,14 +1,19 @@
-"""vLLM V1: its step rule, for one full-attention group, fcfs, synchronous. What it reuses is in `reuse`.
+"""vLLM V1: its step rule, for one full-attention group, first come first served. What it reuses is in `reuse`.
 
-Mirrors `vllm/v1/core/sched/scheduler.py` (schedule) as read in vLLM 0.32.0.
+Mirrors `vllm/v1/core/sched/scheduler.py` (schedule, _preempt_request, _update_after_schedule) and
+`vllm/v1/core/kv_cache_manager.py` (allocate_slots) as read in vLLM 0.32.0.
+
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field
 
 from predictor.engines import reuse
+from predictor.prompt import BlockHashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,29 +26,58 @@ class Settings:
     max_num_seqs: int = 1024
     long_prefill_token_threshold: int = 0  # tokens; 0 = no cap
     max_model_len: int | None = None
+    async_scheduling: bool = False  # a step is composed while the one before it runs
+    enable_chunked_prefill: bool = True
+    watermark: float = 0.0  # part of all blocks that an admission must leave free while others run
+
+    @property
+    def usable_blocks(self) -> int | None:
+        """Blocks that requests can hold: vLLM keeps one for itself."""
+        return None if self.num_gpu_blocks is None else self.num_gpu_blocks - 1
+
+    @property
+    def watermark_blocks(self) -> int:
+        return int(self.watermark * self.num_gpu_blocks) if self.num_gpu_blocks is not None else 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One request inside the engine. All counts are tokens."""
+    """One request inside the engine. All counts are tokens unless they say blocks.
+
+    `computed` and `generated` count what has been scheduled: a step moves them when it is composed, as vLLM does.
+    """
 
     id: str
     prompt_tokens: int
-    computed: int  # prompt tokens whose KV exists: what was cached, and what was prefilled since
+    computed: int  # tokens whose KV exists or is being computed; while it waits, those it is expected to find cached
     expected_output: int
     watched: bool = True  # its first token will be seen, so the shadow can wait for it
     generated: int = 0
+    max_output: int | None = None  # the caller's `max_tokens`: the engine stops there by itself
+    blocks: int = 0  # KV blocks that count for it: all it has, less those that others had before it
+    shared_blocks: int = 0  # leading blocks that others hold as well and that count for them
+    hashes: BlockHashes | ReadOnly[int] = ()  # of the prompt's full blocks
+    output_hashes: list[int] = field(default_factory=list)  # of the full blocks after those, as they become known
 
     @property
     def prefilling(self) -> bool:
-        return self.computed < self.prompt_tokens
+        """Whether tokens are missing before it can decode: of its prompt, or, resumed, of its output too."""
+        return not self.generated or self.prompt_tokens + self.generated - self.computed > 1
+
+    @property
+    def left(self) -> int:
+        """Tokens to compute before the next one is generated: one while it decodes."""
+        return self.prompt_tokens + self.generated - self.computed
 
     @property
     def prefill_left(self) -> int:
-        return self.prompt_tokens - self.computed
+        return self.left if self.prefilling else 0
 
     def copy(self) -> Sequence:
-        return Sequence(self.id, self.prompt_tokens, self.computed, self.expected_output, self.watched, self.generated)
+        return Sequence(
+            self.id, self.prompt_tokens, self.computed, self.expected_output, self.watched, self.generated,
+            self.max_output, self.blocks, self.shared_blocks, self.hashes,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -52,34 +86,42 @@ class Queue:
 
     running: list[Sequence] = field(default_factory=list)
     waiting: deque[Sequence] = field(default_factory=deque)
+    free_blocks: int | None = None  # None: never short
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
 
     def copy(self) -> Queue:
-        return Queue([seq.copy() for seq in self.running], deque(seq.copy() for seq in self.waiting))
+        return Queue([seq.copy() for seq in self.running], deque(seq.copy() for seq in self.waiting), self.free_blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one step computes, and what it leaves: `room` tokens for a request queued behind all others."""
 
-    chunks: tuple[tuple[Sequence, int], ...]  # prefill: a sequence and how many of its tokens
+    chunks: tuple[tuple[Sequence, int, int], ...]  # prefill: a sequence, and from which token to which
     decodes: tuple[Sequence, ...]
     room: int
+    preempted: tuple[Sequence, ...] = ()
+    admitted: int = 0  # so many of the chunks, the last, are of sequences that waited before
 
     @property
     def new_tokens(self) -> int:
-        return sum(tokens for _, tokens in self.chunks)
+        return sum(end - start for _, start, end in self.chunks)
 
     @property
     def squares(self) -> int:
         """Sum over the chunks of end^2 - start^2, positions in tokens: attention's work."""
-        return sum((seq.computed + tokens) ** 2 - seq.computed**2 for seq, tokens in self.chunks)
+        return sum(end * end - start * start for _, start, end in self.chunks)
 
     @property
     def empty(self) -> bool:
         return not self.chunks and not self.decodes
+
+
+# Looks up what an engine would find cached, at the moment of admission: tokens reusable, and blocks of them that
+# running requests hold.
+Lookup = Callable[[Sequence], tuple[int, int]]
 
 
 def reusable_tokens(run_blocks: int, block_size: int, prompt_tokens: int) -> int:
@@ -94,33 +136,113 @@ def room_beside(decodes: int, settings: Settings) -> int:
     return min(cap, left) if decodes and cap > 0 else left
 
 
-def schedule(queue: Queue, settings: Settings, newcomers: int = 0) -> Step:
-    """Composes the next step and moves the admitted from waiting to running; computes nothing yet.
+def chunk_cap(requests: int, settings: Settings) -> int:
+    """The most tokens one request gets in a step. The threshold spares a request that is alone (since 0.31)."""
+    threshold = settings.long_prefill_token_threshold
+    return threshold if threshold > 0 and requests > 1 else settings.max_num_batched_tokens
 
-    `newcomers` requests are imagined behind the queue: they count where the engine counts requests (the threshold
-    spares a request that is alone, since 0.31), and `room` is what they could take.
+
+def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Lookup | None = None) -> Step:
+    """Composes the next step: admits, preempts, and moves `computed` and `generated` to where they are after it.
+
+    `newcomers` requests are imagined behind the queue: they count where the engine counts requests, and `room` is what
+    they could take. `lookup` is asked for each request whose admission is tried.
     """
     budget = settings.max_num_batched_tokens
-    cap = settings.long_prefill_token_threshold
-    if cap <= 0 or len(queue) + newcomers <= 1:
-        cap = budget
-    chunks: list[tuple[Sequence, int]] = []
+    cap = chunk_cap(len(queue) + newcomers, settings)
+    size = settings.block_size
+    running, waiting = queue.running, queue.waiting
+    free = queue.free_blocks
+    chunks: list[tuple[Sequence, int, int]] = []
     decodes: list[Sequence] = []
-    for seq in queue.running:
-        if budget <= 0:
-            break
-        if seq.prefilling:
-            tokens = min(seq.prefill_left, cap, budget)
-            chunks.append((seq, tokens))
-            budget -= tokens
-        else:
+    preempted: list[Sequence] = []
+    index = 0
+    while index < len(running) and budget > 0:
+        seq = running[index]
+        index += 1
+        if seq.max_output is not None and seq.generated >= seq.max_output:
+            continue  # its last token is on its way (asynchronous scheduling)
+        computed = seq.computed
+        left = seq.prompt_tokens + seq.generated - computed
+        want = min(left, cap, budget)
+        if free is not None:
+            need = -(-(computed + want) // size) - seq.blocks - seq.shared_blocks
+            while need > free and running:
+                victim = running.pop()
+                free += victim.blocks
+                _give_back(victim)
+                waiting.appendleft(victim)
+                preempted.append(victim)
+                if victim is seq:
+                    break
+            if preempted and preempted[-1] is seq:
+                break
+            if need > 0:
+                free -= need
+                seq.blocks += need
+        budget -= want
+        seq.computed = computed + want
+        if left == 1 and seq.generated:
             decodes.append(seq)
-            budget -= 1
-    while queue.waiting and budget > 0 and len(queue.running) < settings.max_num_seqs:
-        seq = queue.waiting.popleft()
-        queue.running.append(seq)
-        tokens = min(seq.prefill_left, cap, budget)
-        chunks.append((seq, tokens))
-        budget -= tokens
-    open_to_newcomers = not queue.waiting and len(queue.running) < settings.max_num_seqs
-    return Step(tuple(chunks), tuple(decodes), min(budget, cap) if open_to_newcomers else 0)
+            seq.generated += 1
+        else:
+            chunks.append((seq, computed, computed + want))
+            if want == left:
+                seq.generated += 1
+    blocked = bool(preempted)
+    running_before = len(running)
+    while not blocked and waiting and budget > 0 and len(running) < settings.max_num_seqs:
+        seq = waiting[0]
+        if lookup is not None:
+            seq.computed, seq.shared_blocks = lookup(seq)
+        left = seq.prompt_tokens + seq.generated - seq.computed
+        want = min(left, cap)
+        if want > budget and not settings.enable_chunked_prefill:
+            blocked = True
+            break
+        want = min(want, budget)
+        if free is not None:
+            reserve = settings.watermark_blocks if running else 0
+            if -(-(seq.prompt_tokens + seq.generated) // size) - seq.shared_blocks + reserve > free:
+                blocked = True
+                break
+            seq.blocks = max(0, -(-(seq.computed + want) // size) - seq.shared_blocks)
+            free -= seq.blocks
+        waiting.popleft()
+        running.append(seq)
+        chunks.append((seq, seq.computed, seq.computed + want))
+        budget -= want
+        seq.computed += want
+        if want == left:
+            seq.generated += 1
+    queue.free_blocks = free
+    is_open = not blocked and not waiting and len(running) < settings.max_num_seqs
+    room = min(budget, cap) if is_open else 0
+    return Step(tuple(chunks), tuple(decodes), room, tuple(preempted), len(running) - running_before)
+
+
+def undo(queue: Queue, step: Step) -> None:
+    """Takes back the composition of the newest step, which preempted nobody. Blocks stay with those that still run."""
+    for seq in step.decodes:
+        seq.computed -= 1
+        seq.generated -= 1
+    for seq, start, end in step.chunks:
+        if end == seq.prompt_tokens + seq.generated - 1:
+            seq.generated -= 1
+        seq.computed = start
+    for _ in range(step.admitted):
+        seq = queue.running.pop()
+        if queue.free_blocks is not None:
+            queue.free_blocks += seq.blocks
+        seq.blocks = 0
+        queue.waiting.appendleft(seq)
+
+
+# Of what a preempted request had computed, the part that it finds again when it is resumed: its blocks stay cached
+# until others need them.
+_KEPT_AFTER_PREEMPTION = 0.8
+
+
+def _give_back(seq: Sequence) -> None:
+    seq.computed = int(seq.computed * _KEPT_AFTER_PREEMPTION)
+    seq.blocks = seq.shared_blocks = 0

@@ -385,7 +385,7 @@ async def test_a_fault_of_ours_ends_the_feed_and_takes_its_view_along(
 ) -> None:
     await joined(follower, engine, 3)
 
-    def broken(worker: str, batch: object) -> None:
+    def broken(worker: str, batch: object, now_s: float | None = None) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(follower.fleet, "apply", broken)

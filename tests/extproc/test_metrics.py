@@ -89,6 +89,7 @@ async def test_gauges_show_the_fleet_as_it_is() -> None:
     filter_.fleet.apply("a", Batch(None, (stored, orphan), None))
     assert (gauge("in_flight"), gauge("up"), gauge("feed_trusted"), gauge("cached_blocks")) == (1, 0, 0, 2)
     assert gauge("prefill_tokens_ahead") == 500
+    clock.advance(0.001)  # a step is composed when the instant of its first request is over
     assert gauge("wait_seconds") > 0
     families = page(filter_.registry)
     assert values(families["headway_tickets_in_flight"]) == {(): 1}

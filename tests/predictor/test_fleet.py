@@ -195,7 +195,8 @@ def test_a_learned_worker_refuses_what_would_wait_longer_than_the_bound_and_says
     refusal = bench.place(1000, now_s, bound_s=5.0)
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.limits.max_queue_wait_s) == (Reason.QUEUE_WAIT, 5.0)
-    assert refusal.best.wait_s == pytest.approx(20.25 - STEP_S, rel=0.01)
+    # The giant's prefill, and what others that are yet to come may add to the newcomer's own step.
+    assert refusal.best.wait_s == pytest.approx(20.25 - STEP_S, rel=0.03)
     assert refusal.retry is not None
     # Until intervals are learned, a wait of 5 s that is sure enough is one of about 3.
     assert refusal.best.wait_s - 5.0 < refusal.retry.uncapped_s < refusal.best.wait_s - 2.5
@@ -412,7 +413,7 @@ def test_a_sample_counts_the_steps_that_the_threshold_made_of_it() -> None:
     features, *_ = bench.fleet._pools["m"].workers["w0"].cost._samples.known()
     requests = features[features[:, REQUEST] > 0]
     # Alone, a prompt is spared by the threshold; beside a decode it is not.
-    assert requests[:, [TOKENS, STEPS]].tolist() == [[100, 1], [8000, 8]]
+    assert {tuple(row) for row in requests[:, [TOKENS, STEPS]].tolist()} == {(100, 1), (8000, 8)}
 
 
 def test_estimated_lengths_teach_only_with_what_the_engine_reports() -> None:
@@ -641,7 +642,7 @@ class FleetMachine(RuleBasedStateMachine):
         assert set(per_worker) <= set(pool.workers)
         for name, worker in pool.workers.items():
             assert len(worker.tickets) == len(worker.shadow) == per_worker[name]
-            given_up = int(worker.shadow._given_up)
+            given_up = int(worker.shadow._given_up is not None)
             assert worker.shadow.prefilling - given_up + worker.shadow.decoding == per_worker[name]
             assert all(self.fleet.ticket(ticket_id) is ticket for ticket_id, ticket in worker.tickets.items())
             assert worker.shadow.timeline(self.now_s).finish_s(1) >= self.now_s

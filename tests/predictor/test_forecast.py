@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from predictor.engines.vllm import Sequence, Settings
 from predictor.forecast import Forecast, forecast
 from predictor.prefill_cost import Basis, StepCost
-from predictor.queue_replay import Shadow
+from predictor.shadow import Shadow
 
 COST = StepCost(0.016, 1e-6, 0.005, 100e-6, 1e-9, 0.0002)
 SETTINGS = Settings(max_num_batched_tokens=2048)
@@ -59,8 +59,8 @@ def test_decodes_beside_it_count_as_waiting_too() -> None:
         shadow.adopt(Sequence(f"d{number}", 10, 10, 500), 0.0)
     alone_s = priced(Shadow(SETTINGS, COST), 4000).ttft_s
     # The rest of the step under way, 10 decodes in each of two steps more.
-    rest_s = 0.005 + 0.0002
-    assert priced(shadow, 4000).ttft_s == pytest.approx(alone_s + rest_s + 2 * 10 * 0.0002)
+    rest_s = 0.005 + 10 * 0.0002 - 0.001
+    assert priced(shadow, 4000, now_s=0.001).ttft_s == pytest.approx(alone_s + rest_s + 2 * 10 * 0.0002)
 
 
 def test_a_forecast_whose_parts_do_not_add_up_cannot_be_made() -> None:

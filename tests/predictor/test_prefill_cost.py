@@ -57,7 +57,7 @@ def taught(samples: list[PrefillSample], decodes: int = 10, truth: StepCost = TR
 def test_a_step_costs_its_fixed_part_its_decodes_and_its_chunks() -> None:
     seqs = [Sequence("a", 5000, 1000, 10), Sequence("b", 200, 0, 10)]
     decodes = (Sequence("c", 10, 10, 10, generated=1),) * 3
-    step = Step(((seqs[0], 2048), (seqs[1], 200)), decodes, 0)
+    step = Step(((seqs[0], 1000, 3048), (seqs[1], 0, 200)), decodes, 0)
     expected_s = 0.005 + 3 * 50e-6 + 30e-6 * 2248 + 37e-12 * (3048**2 - 1000**2 + 200**2)
     assert TRUTH.step_s(step.new_tokens, step.squares, 3) == pytest.approx(expected_s, rel=1e-12)
 

@@ -10,7 +10,6 @@ from enginesim.request import Request
 from enginesim.scheduler import Scheduler
 from enginesim.settings import SchedulerSettings
 from predictor.engines.vllm import Queue, Sequence, Settings, Step, schedule
-from predictor.queue_replay import complete
 
 
 def prompt(name: str, tokens: int, computed: int = 0) -> Sequence:
@@ -22,7 +21,7 @@ def decoding(name: str) -> Sequence:
 
 
 def shares(step: Step) -> list[tuple[str, int]]:
-    return [(seq.id, tokens) for seq, tokens in step.chunks]
+    return [(seq.id, end - start) for seq, start, end in step.chunks]
 
 
 def test_the_budget_goes_to_prompts_in_order_of_arrival_and_the_last_gets_what_is_left() -> None:
@@ -34,12 +33,12 @@ def test_the_budget_goes_to_prompts_in_order_of_arrival_and_the_last_gets_what_i
     assert step.room == 0
 
 
-def test_composing_a_step_computes_nothing_yet() -> None:
-    queue = Queue([], deque([prompt("a", 300)]))
-    step = schedule(queue, Settings(max_num_batched_tokens=100))
-    assert queue.running[0].computed == 0
-    complete(step)
-    assert queue.running[0].computed == 100
+def test_composing_a_step_moves_what_is_scheduled_and_the_last_chunk_yields_a_token() -> None:
+    queue = Queue([], deque([prompt("a", 150)]))
+    schedule(queue, Settings(max_num_batched_tokens=100))
+    assert (queue.running[0].computed, queue.running[0].generated) == (100, 0)
+    schedule(queue, Settings(max_num_batched_tokens=100))
+    assert (queue.running[0].computed, queue.running[0].generated) == (150, 1)
 
 
 def test_running_requests_come_first_and_a_decode_takes_one_token_of_the_budget() -> None:
@@ -105,7 +104,14 @@ def test_step_by_step_the_same_requests_get_the_same_tokens_as_in_the_simulated_
         "max_model_len": 4096,
     }
     engine = Scheduler(SchedulerSettings(block_size=16, num_gpu_blocks=5000, **limits), sample=lambda request: 7)
-    ours, queue = Settings(num_gpu_blocks=5000, **limits), Queue()
+    ours = Settings(
+        num_gpu_blocks=5000,
+        max_num_batched_tokens=budget,
+        max_num_seqs=slots,
+        long_prefill_token_threshold=threshold,
+        max_model_len=4096,
+    )
+    queue = Queue()
     arrivals = deque(sorted(enumerate(requests), key=lambda item: item[1][0]))
     at_step = 0
     while arrivals or engine.has_work:
@@ -121,7 +127,6 @@ def test_step_by_step_the_same_requests_get_the_same_tokens_as_in_the_simulated_
         assert shares(step) == expected
         assert [seq.id for seq in step.decodes] == [str(c.request.id) for c in batch.chunks if c.is_decode]
         engine.complete(batch)
-        complete(step)
         queue.running = [seq for seq in queue.running if seq.generated < seq.expected_output]
         at_step += 1
     assert not len(queue)

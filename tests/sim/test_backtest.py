@@ -133,7 +133,7 @@ def test_what_is_assumed_of_an_unlearned_worker_may_be_changed(recording: list[b
     [
         ("max_num_seqs", "expected KEY=VALUE"),
         ("=4", "expected KEY=VALUE"),
-        ("colour=red", "unknown key 'colour'; known are block_size"),
+        ("colour=red", "unknown key 'colour'; known are async_scheduling, block_size"),
         ("learning.speed=1", "unknown key 'speed'; known are default_step_s"),
         ("max_num_seqs=many", r"Expected `int`, got `str` - at `\$.max_num_seqs`"),
         ("w1:max_num_seqs=1.5", "Expected `int`, got `float`"),

@@ -1,0 +1,624 @@
+"""One worker's scheduler as seen from outside.
+
+What was booked enters its queue, steps pass, and evidence corrects it: stored KV blocks name the prefill chunk that a
+step has computed, a first token says that a prefill is done, an end how many tokens were generated. Every piece of
+evidence shows that a step has just ended, and which: so steps are counted, not timed, wherever they leave a sign. A
+step that must leave a sign has not ended before the sign is seen; one that leaves none passes at its predicted cost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from predictor.engines.vllm import Queue, Sequence, Settings, Step, reusable_tokens, schedule, undo
+from predictor.prefill_cost import StepCost
+from predictor.prefixes_ahead import common_blocks
+from predictor.prompt import BlockHashes
+from predictor.step_sample import StepSample
+from predictor.stored_run import StoredRun
+from predictor.timeline import RunForward, Timeline, whole_output
+
+# Evidence that no so many steps explain is about something else than what the shadow knows.
+_MAX_STEPS_BEHIND = 4096
+# A step that is overdue by more than this is taken to last as long again: nobody knows better.
+_GRACE_S, _GRACE_RATIO = 0.05, 0.2
+# Evidence of one step end comes in several pieces; those of one instant belong together.
+_INSTANT_S = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    prefilling: int
+    decoding: int
+    prefill_tokens: int
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    step: Step
+    seconds: float  # predicted
+
+
+@dataclass(slots=True)
+class _Interval:
+    """What has passed since the last step end that was seen."""
+
+    since_s: float
+    steps: int = 0
+    new_tokens: int = 0
+    squares: int = 0
+    decoding: int = 0
+    arrival_tokens: int | None = None
+    plain: int = 0  # the last of them, if they were decodes only
+    guessed: bool = False  # how many there were is by their predicted cost, and not confirmed
+
+    def add(self, step: Step) -> None:
+        self.plain = 0 if step.chunks else self.plain + 1
+        self.steps += 1
+        self.new_tokens += step.new_tokens
+        self.squares += step.squares
+        self.decoding += len(step.decodes)
+
+
+class Shadow:
+    """Times are absolute seconds of the caller's clock.
+
+    `on_sample` is told each interval between two step ends that were seen. `cached_blocks` tells how many of a run of
+    blocks, by their hashes, the worker's cache is known to hold at this moment, from the first on.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        cost: StepCost,
+        on_sample: Callable[[StepSample], None] | None = None,
+        cached_blocks: Callable[[BlockHashes], int] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._cost = cost
+        self._on_sample = on_sample
+        self._cached_blocks = cached_blocks
+        self._queue = Queue(free_blocks=settings.usable_blocks)
+        self._sequences: dict[str, Sequence] = {}
+        # Composed and not ended, the oldest first: one step, and with asynchronous scheduling the one after it.
+        self._under_way: deque[_UnderWay] = deque()
+        self._began_s = 0.0  # the oldest of them
+        # The next step is composed once all that this instant brings has been heard: ends and arrivals are part of it.
+        self._composes_s: float | None = None
+        self._booked_s = 0.0
+        self._given_up: Step | None = None  # under way, and it prefills a sequence that has left
+        self._interval: _Interval | None = None
+        # The engine's names of the last full blocks: what a sequence stores next has them for a parent.
+        self._tails: dict[int, Sequence] = {}
+        self._tail_of: dict[str, tuple[int, int]] = {}  # the tail, and how many blocks it ends
+        self._sees_blocks = False
+        self._ends: dict[str, int] = {}
+        self._timeline: Timeline | None = None
+        self._load: _Load | None = None
+        self.forced = 0  # times that evidence contradicted the rule
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def prefilling(self) -> int:
+        """Sequences whose prefill is waiting or under way."""
+        return self._loaded().prefilling + (self._given_up is not None)
+
+    @property
+    def decoding(self) -> int:
+        return self._loaded().decoding
+
+    def prefill_tokens_ahead(self) -> int:
+        """Tokens that a newcomer would find still to be prefilled before it."""
+        return self._loaded().prefill_tokens
+
+    def generated(self) -> list[int]:
+        """How much each sequence that decodes has generated so far, in tokens."""
+        return [seq.generated for seq in self._queue.running if not seq.prefilling]
+
+    def set_cost(self, cost: StepCost) -> None:
+        if cost != self._cost:
+            self._cost = cost
+            self._timeline = None
+
+    def set_settings(self, settings: Settings) -> None:
+        self._settings = settings
+        usable = settings.usable_blocks
+        self._queue.free_blocks = None if usable is None else usable - sum(seq.blocks for seq in self._queue.running)
+        self._timeline = None
+
+    def set_sees_blocks(self, sees: bool) -> None:
+        """Whether each step that stores a block is known to be announced, so that the shadow can wait for it."""
+        self._sees_blocks = sees
+
+    # What happens
+
+    def book(self, seq: Sequence, now_s: float) -> None:
+        self.advance(now_s)
+        self._queue.waiting.append(seq)
+        self._sequences[seq.id] = seq
+        self._booked_s = now_s
+        if self._interval is not None and not self._sees_blocks:
+            self._interval.guessed = True  # nobody sees which step it gets into
+        if not self._under_way and self._composes_s is None:
+            self._composes_s = now_s + self._cost.overhead_s(seq.prompt_tokens)
+            self._interval = _Interval(now_s, arrival_tokens=seq.prompt_tokens)
+        self._changed()
+
+    def adopt(self, seq: Sequence, now_s: float) -> None:
+        """Takes in one that has had its first token, and got here by another way than ours."""
+        self.advance(now_s)
+        seq.computed, seq.generated = seq.prompt_tokens, 1
+        seq.blocks = -(-seq.computed // self._settings.block_size)
+        self._take(seq.blocks)
+        self._queue.running.append(seq)
+        self._sequences[seq.id] = seq
+        if not self._under_way and self._composes_s is None:
+            self._composes_s = now_s
+        self._changed()
+
+    def stored(self, runs: list[StoredRun], now_s: float) -> None:
+        """The engine has announced what a step stored: so a step has just ended."""
+        self.advance(now_s)
+        # All are named before any step is let end: they tell of one step, and the next is composed otherwise.
+        told = [self._whose(run) for run in runs]
+        self._find_missed(told, now_s)
+        for run, (known, at_least) in zip(runs, told, strict=True):
+            seq, tokens = (known, at_least) if known is not None else self._whose(run)
+            if seq is not None:
+                self._got_to(seq, tokens, now_s)
+
+    def _find_missed(self, told: list[tuple[Sequence | None, int]], now_s: float) -> None:
+        """Decodes have got further than the step under way, which prefills, and of which there is no sign.
+
+        So there was one more step of decodes before it than was counted.
+        """
+        step = self._under_way[0].step if len(self._under_way) == 1 else None
+        if step is None or step.preempted or not self._stores(step):
+            return
+        if any(seq is other for seq, _ in told for other, _, _ in step.chunks):
+            return
+        missed = max((tokens - self._announced(seq) for seq, tokens in told if seq is not None), default=0)
+        if missed <= 0 or missed > _MAX_STEPS_BEHIND:
+            return
+        self._take_back()
+        decoding = [seq for seq in self._queue.running if seq.generated and not seq.prefilling]
+        for seq in decoding:
+            seq.generated += missed
+            seq.computed += missed
+        if self._interval is not None:
+            self._interval.guessed = False
+            self._interval.steps += missed
+            self._interval.decoding += missed * len(decoding)
+        self._seen(now_s)
+        self._composes_s = now_s
+
+    def _take_back(self) -> None:
+        """The step under way has not begun, or not like this: it is composed anew."""
+        undo(self._queue, self._under_way.popleft().step)
+        self._composes_s = self._began_s
+        self._changed()
+
+    def _stores(self, step: Step) -> bool:
+        """Whether it completes a block of a prompt, which is announced."""
+        if not self._sees_blocks:
+            return False
+        size = self._settings.block_size
+        return any(
+            len(seq.hashes) and end // size > start // size and seq.id in self._sequences
+            for seq, start, end in step.chunks
+        )
+
+    def _got_to(self, seq: Sequence, tokens: int, now_s: float) -> None:
+        """So many tokens of it are announced, and no more."""
+        self._catch_up(lambda: self._announced(seq) >= tokens, now_s)
+        if tokens <= seq.prompt_tokens or seq.prefilling:
+            return
+        # A decode stores its block when the block's last token is computed: so it has got there, and no further.
+        ahead = self._announced(seq) - tokens
+        if ahead > 0:
+            self._rewind(seq, ahead)
+        if self._interval is not None and self._interval.steps:
+            self._interval.guessed = False
+            # The step was let pass already, and now it is seen to have ended.
+            self._seen(now_s)
+
+    def first_token(self, seq_id: str, now_s: float) -> None:
+        """Its prefill is done, and the step that finished it has just ended."""
+        self.advance(now_s)
+        seq = self._sequences.get(seq_id)
+        if seq is None or self._emitted(seq):
+            return
+        self._catch_up(lambda: self._emitted(seq) > 0, now_s)
+        if not self._emitted(seq):
+            self._force(seq, now_s)
+
+    def finish(self, seq_id: str, now_s: float, output_tokens: int | None = None) -> None:
+        """It left the engine, however it ended, after so many tokens if that is known.
+
+        A prefill that is given up goes on to the end of its step; all other ends are ends of steps.
+        """
+        self.advance(now_s)
+        seq = self._sequences.get(seq_id)
+        if seq is None:
+            return
+        if output_tokens is not None and self._emitted(seq):
+            if self._interval is not None:
+                self._interval.guessed = False
+            ahead = self._emitted(seq) - output_tokens
+            if ahead < 0:
+                self._catch_up(lambda: self._emitted(seq) >= output_tokens, now_s, timed=False)
+            elif ahead > 0:
+                self._rewind(seq, ahead)
+            if len(self._under_way) == 1 and self._booked_s <= self._began_s and not self._under_way[0].step.preempted:
+                step = self._under_way[0].step
+                if any(seq is other for other in step.decodes) and self._emitted(seq) == output_tokens:
+                    # Its last token came with the step before: the one under way was composed without it.
+                    self._take_back()
+        self._remove(seq)
+        self._changed()
+        oldest = self._under_way[0].step if self._under_way else None
+        if oldest is not None and seq.watched and any(seq is other for other, _, _ in oldest.chunks):
+            self._given_up = oldest
+        if not self._sequences and self._given_up is None:
+            self._under_way.clear()
+            self._interval = self._composes_s = None
+
+    def settle(self, now_s: float | None = None) -> None:
+        """The step that comes next is composed from what is known so far: newer news of the cache are not for it."""
+        if now_s is not None:
+            self.advance(now_s)
+        elif self._composes_s is not None:
+            self._compose()
+
+    def advance(self, now_s: float) -> None:
+        """Lets steps pass that have ended by `now_s` and leave no sign."""
+        if self._composes_s is not None and self._composes_s < now_s - _INSTANT_S:
+            self._compose()
+        while self._under_way and self._began_s + self._under_way[0].seconds <= now_s:
+            oldest = self._under_way[0]
+            if self._awaited():
+                return
+            if self._interval is not None:
+                self._interval.guessed = True
+            if self._lasts(oldest.step):
+                self._skip_decode_steps(oldest, now_s)
+            else:
+                self._end_step(self._began_s + oldest.seconds)
+            if self._composes_s is not None and self._composes_s < now_s - _INSTANT_S:
+                self._compose()
+
+    def timeline(self, now_s: float) -> Timeline:
+        """The steps to come as of now; computed again only when something has changed since."""
+        self.advance(now_s)
+        if self._composes_s is None or self._under_way:
+            begins_s = self._next_step_s(now_s)
+        else:
+            # Composed by the engine only when this instant is over: the newcomer is part of it.
+            begins_s = max(now_s, self._composes_s)
+        if self._timeline is None:
+            self._timeline = self._run_forward(begins_s)
+        elif self._timeline.begins_s != begins_s:
+            self._timeline = self._timeline.beginning_at(begins_s)
+        return self._timeline
+
+    def _run_forward(self, begins_s: float) -> Timeline:
+        ends = {
+            seq.id: whole_output(seq, self._ends.get(seq.id, seq.expected_output)) for seq in self._sequences.values()
+        }
+        return Timeline(begins_s, RunForward(self._queue, self._settings, self._cost, ends))
+
+    # Inside
+
+    def _next_step_s(self, now_s: float) -> float:
+        if not self._under_way:
+            return now_s
+        end_s = self._began_s + self._under_way[0].seconds
+        late_s = now_s - end_s
+        if late_s > _GRACE_S + _GRACE_RATIO * self._under_way[0].seconds:
+            end_s = now_s + late_s
+        elif late_s > 0:
+            end_s = now_s
+        return end_s + sum(later.seconds for later in list(self._under_way)[1:])
+
+    def _loaded(self) -> _Load:
+        if self._load is None:
+            lefts = [self._left(seq) for seq in self._sequences.values() if not self._emitted(seq)]
+            self._load = _Load(len(lefts), len(self._sequences) - len(lefts), sum(lefts))
+        return self._load
+
+    def _left(self, seq: Sequence) -> int:
+        """Prompt tokens that have not been computed by a step that has ended."""
+        computed = seq.computed
+        for item in self._under_way:
+            for other, start, _ in item.step.chunks:
+                if other is seq:
+                    computed = min(computed, start)
+        return max(0, seq.prompt_tokens - computed)
+
+    def _emitted(self, seq: Sequence) -> int:
+        """Tokens of it that have left the engine."""
+        count = seq.generated
+        if count:
+            for item in self._under_way:
+                step = item.step
+                if any(seq is other for other in step.decodes) or any(
+                    seq is other and self._completes(seq, end) for other, _, end in step.chunks
+                ):
+                    count -= 1
+        return count
+
+    @staticmethod
+    def _completes(seq: Sequence, end: int) -> bool:
+        return end >= seq.prompt_tokens
+
+    def _announced(self, seq: Sequence) -> int:
+        """Tokens of it whose blocks must have been announced by the step that has ended last.
+
+        Prefill: what was scheduled when that step's output was looked at, so with asynchronous scheduling a step more.
+        """
+        computed = seq.computed
+        if not self._under_way:
+            return computed
+        decoding = sum(any(seq is other for other in item.step.decodes) for item in self._under_way)
+        if decoding:
+            return computed - decoding
+        for other, start, _ in self._under_way[-1].step.chunks:
+            if other is seq:
+                return start
+        return computed
+
+    def _whose(self, run: StoredRun) -> tuple[Sequence | None, int]:
+        """Which sequence a stored run belongs to, and how many of its tokens are scheduled at least."""
+        size = self._settings.block_size
+        seq = self._tails.get(run.parent) if run.parent is not None else None
+        if seq is not None and (seq.generated or run.first is None or self._next_hash(seq, size) == run.first):
+            known = self._tail_of[seq.id][1]
+            blocks = known + run.blocks
+            self._set_tail(seq, run.last, blocks)
+            if run.first is not None and known == len(seq.hashes) + len(seq.output_hashes):
+                seq.output_hashes.append(run.first)
+            return seq, blocks * size
+        if run.first is None:
+            return None, 0
+        # Where its chunk begins is where the run is expected to begin.
+        for item in reversed(self._under_way):
+            for seq, start, end in item.step.chunks:
+                place = start // size
+                expected = _hash_at(seq, place)
+                # Of what a resumed sequence computes beyond what it had stored before, no hash is known.
+                fits = expected == run.first if expected is not None else end // size - place == run.blocks
+                if fits and seq.id in self._sequences:
+                    self._set_tail(seq, run.last, place + run.blocks)
+                    if expected is None:
+                        seq.output_hashes.append(run.first)
+                    return seq, (place + run.blocks) * size
+        return None, 0
+
+    def _next_hash(self, seq: Sequence, size: int) -> int | None:
+        blocks = self._tail_of[seq.id][1]
+        return int(seq.hashes[blocks]) if blocks < len(seq.hashes) else None
+
+    def _set_tail(self, seq: Sequence, tail: int, blocks: int) -> None:
+        self._forget_tail(seq)
+        self._tails[tail] = seq
+        self._tail_of[seq.id] = tail, blocks
+
+    def _reusable(self, seq: Sequence) -> tuple[int, int]:
+        """What the engine would find cached of a waiting sequence now, in tokens, and blocks of it that others hold."""
+        size = self._settings.block_size
+        if not len(seq.hashes) or self._cached_blocks is None:
+            return seq.computed, seq.shared_blocks
+        hashes = np.asarray(seq.hashes, np.uint64)
+        run, held = self._cached_blocks(hashes), 0
+        if seq.output_hashes and run == len(hashes):
+            # Resumed after a preemption: what it generated is stored behind its prompt.
+            run = self._cached_blocks(np.concatenate([hashes, np.array(seq.output_hashes, np.uint64)]))
+        for other, common in self._alike(seq):
+            held = max(held, min(common, -(-other.computed // size)))
+            run = max(run, min(common, other.computed // size))
+        tokens = reusable_tokens(run, size, seq.prompt_tokens + seq.generated)
+        return tokens, min(held, tokens // size)
+
+    def _alike(self, seq: Sequence) -> Iterator[tuple[Sequence, int]]:
+        """Running sequences that begin with the same block, and how many blocks they have in common."""
+        first = seq.hashes[0]
+        for other in self._queue.running:
+            if other is not seq and len(other.hashes) and other.hashes[0] == first:
+                yield other, common_blocks(seq.hashes, other.hashes)
+
+    def _changed(self) -> None:
+        self._timeline = self._load = None
+
+    def _compose(self) -> None:
+        """Composes the next step, and with asynchronous scheduling the one after it as well."""
+        assert self._composes_s is not None
+        if not self._under_way:
+            self._began_s = self._composes_s
+        self._composes_s = None
+        depth = 2 if self._settings.async_scheduling else 1
+        while len(self._under_way) < depth:
+            step = schedule(self._queue, self._settings, lookup=self._reusable)
+            for seq in step.preempted:
+                self._forget_tail(seq)
+            if step.empty:
+                break
+            seconds = self._cost.step_s(step.new_tokens, step.squares, len(step.decodes))
+            self._under_way.append(_UnderWay(step, seconds))
+        if not self._under_way:
+            self._interval = None
+        self._changed()
+
+    def _end_step(self, end_s: float) -> None:
+        """The oldest step under way has ended; the next one is composed soon."""
+        ended = self._under_way.popleft().step
+        if self._given_up is ended:
+            self._given_up = None
+        if self._interval is not None:
+            self._interval.add(ended)
+        self._began_s = end_s
+        if self._sequences:
+            self._composes_s = end_s
+        elif not self._under_way:
+            self._interval = None
+        self._changed()
+
+    def _catch_up(self, reached: Callable[[], bool], now_s: float, timed: bool = True) -> None:
+        """Steps have ended, the last of them just now: as many as it takes. Ends are heard of late: not `timed`."""
+        behind = 0
+        while not reached() and behind < _MAX_STEPS_BEHIND:
+            if self._composes_s is not None:
+                self._compose()
+            if not self._under_way or (self._stuck() and behind):
+                break
+            self._end_step(now_s)
+            behind += 1
+        if behind and timed:
+            self._seen(now_s)
+
+    def _stuck(self) -> bool:
+        """Whether nothing but decodes goes on while somebody waits: more steps would show nothing."""
+        return bool(self._queue.waiting) and not any(item.step.chunks for item in self._under_way)
+
+    def _rewind(self, seq: Sequence, steps: int) -> None:
+        """The shadow has let more steps of decodes pass than there were."""
+        interval = self._interval
+        if interval is not None and interval.plain >= steps:
+            interval.plain -= steps
+            interval.steps -= steps
+            for other in self._queue.running:
+                if other.generated > steps and not other.prefilling:
+                    other.generated -= steps
+                    other.computed -= steps
+                    interval.decoding -= steps
+        else:
+            # It alone is known better.
+            steps = min(steps, seq.generated - 1)
+            seq.generated -= steps
+            seq.computed -= steps
+            self._interval = None
+        self._changed()
+
+    def _seen(self, now_s: float) -> None:
+        """A step end was seen just now."""
+        interval = self._interval
+        if interval is not None and interval.steps and not interval.guessed and self._on_sample is not None:
+            self._on_sample(
+                StepSample(
+                    now_s - interval.since_s, interval.new_tokens, interval.squares, interval.decoding,
+                    interval.steps, interval.arrival_tokens,
+                )
+            )  # fmt: skip
+        self._interval = _Interval(now_s)
+        self._began_s = now_s
+        self._changed()
+
+    def _awaited(self) -> bool:
+        """Whether the end of the oldest step under way must leave a sign."""
+        present = self._sequences
+        for seq, _, end in self._under_way[0].step.chunks:
+            if seq.watched and end >= seq.prompt_tokens and seq.generated <= 2 and seq.id in present:
+                return True
+        # Asynchronous: blocks are announced a step before they are computed.
+        return self._stores(self._under_way[-1].step)
+
+    def _lasts(self, step: Step) -> bool:
+        """Whether this step is decodes only and will be the same again until somebody comes or goes."""
+        queue, settings = self._queue, self._settings
+        full = len(queue.running) >= settings.max_num_seqs or len(step.decodes) >= settings.max_num_batched_tokens
+        return (
+            not step.chunks and (not queue.waiting or full) and not any(later.step.chunks for later in self._under_way)
+        )
+
+    def _skip_decode_steps(self, oldest: _UnderWay, now_s: float) -> None:
+        """Decode-only steps are all alike: any number of them passes at once."""
+        steps = int((now_s - self._began_s - oldest.seconds) / oldest.seconds) + 1
+        queue = self._queue
+        if steps > 1 and queue.free_blocks is not None:
+            size = self._settings.block_size
+            need = sum(
+                -(-(seq.computed + steps) // size) - seq.blocks - seq.shared_blocks for seq in oldest.step.decodes
+            )
+            if need > queue.free_blocks:
+                steps = 1
+        if steps > 1:
+            more = steps - 1
+            size = self._settings.block_size
+            for seq in oldest.step.decodes:
+                seq.generated += more
+                seq.computed += more
+                if queue.free_blocks is not None:
+                    new = -(-seq.computed // size) - seq.blocks - seq.shared_blocks
+                    if new > 0:
+                        seq.blocks += new
+                        queue.free_blocks -= new
+            if self._interval is not None:
+                self._interval.steps += more
+                self._interval.plain += more
+                self._interval.decoding += more * len(oldest.step.decodes)
+            self._began_s += more * oldest.seconds
+        self._end_step(self._began_s + oldest.seconds)
+
+    def _force(self, seq: Sequence, now_s: float) -> None:
+        """Whatever the rule said: its token is there, so its prefill is done."""
+        self.forced += 1
+        self._interval = None
+        if any(seq is other for other in self._queue.waiting):
+            self._queue.waiting = deque(other for other in self._queue.waiting if other is not seq)
+            self._queue.running.append(seq)
+        seq.generated = max(1, seq.generated)
+        seq.computed = seq.prompt_tokens + seq.generated - 1
+        new = max(0, -(-seq.computed // self._settings.block_size) - seq.blocks - seq.shared_blocks)
+        seq.blocks += new
+        self._take(new)
+        self._under_way.clear()
+        self._composes_s = now_s
+        self._changed()
+
+    def _take(self, blocks: int) -> None:
+        if self._queue.free_blocks is not None:
+            self._queue.free_blocks -= blocks
+
+    def _remove(self, seq: Sequence) -> None:
+        queue = self._queue
+        del self._sequences[seq.id]
+        self._ends.pop(seq.id, None)
+        self._forget_tail(seq)
+        queue.running = [other for other in queue.running if other is not seq]
+        queue.waiting = deque(other for other in queue.waiting if other is not seq)
+        if seq.blocks and queue.free_blocks is not None and len(seq.hashes):
+            self._pass_on(seq)
+        self._take(-seq.blocks)
+
+    def _pass_on(self, seq: Sequence) -> None:
+        """Blocks that counted for one that leaves, and that others hold as well, count for one of those from now on."""
+        size = self._settings.block_size
+        heir, kept = None, 0
+        for other, common in self._alike(seq):
+            shared = min(common, -(-other.computed // size))
+            if shared > kept:
+                heir, kept = other, shared
+        inherited = kept - seq.shared_blocks
+        if heir is not None and inherited > 0:
+            inherited = min(inherited, heir.shared_blocks, seq.blocks)
+            heir.shared_blocks -= inherited
+            heir.blocks += inherited
+            seq.blocks -= inherited
+
+    def _forget_tail(self, seq: Sequence) -> None:
+        known = self._tail_of.pop(seq.id, None)
+        if known is not None and self._tails.get(known[0]) is seq:
+            del self._tails[known[0]]
+
+
+def _hash_at(seq: Sequence, place: int) -> int | None:
+    """Our hash of one of its blocks, if that is known."""
+    if place < len(seq.hashes):
+        return int(seq.hashes[place])
+    place -= len(seq.hashes)
+    return seq.output_hashes[place] if place < len(seq.output_hashes) else None

@@ -1,0 +1,270 @@
+"""Predictions against vLLM's own scheduler: a recorded run is played to a fleet as an outside observer would see it.
+
+python -m tests.engine.forecast_truth [--recordings FOLDER] [WORKLOAD ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from predictor.engines.vllm import Settings
+from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
+from predictor.kv_events import decode_batch
+from predictor.prefill_cost import Basis, StepCost
+from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt
+from tests.engine import workloads
+from tests.engine.clairvoyance import first_token_s
+from tests.engine.workloads import Costs, Workload
+
+ENGINE_HOME = Path(os.environ.get("HEADWAY_ENGINE_HOME", Path.home() / ".cache" / "headway-vllm"))
+WARM_UP = 0.1  # the part of the requests that is not counted
+_POOL, _WORKER = "m", "w"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What happened, by number of the request: `records` are (kind, time, payload or number), in order."""
+
+    work: Workload
+    records: list[tuple[str, float, Any]]
+    steps: list[tuple[float, float, list[tuple[int, int, int]], int]]  # start, end, chunks, decoding
+    cached: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    number: int
+    at_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    credited_tokens: int
+    actual_s: float
+    predicted_s: float
+    naive_s: float
+    low_s: float | None = None
+    high_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    within_1s: float
+    within_10s: float
+    median_ratio: float
+    p90_ratio: float
+    bias_s: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> Accuracy:
+        """Pairs of predicted and actual seconds."""
+        errors = [predicted - actual for predicted, actual in pairs]
+        ratios = sorted(abs(error) / actual for error, (_, actual) in zip(errors, pairs, strict=True))
+        return cls(
+            sum(abs(error) <= 1 for error in errors) / len(errors),
+            sum(abs(error) <= 10 for error in errors) / len(errors),
+            statistics.median(ratios),
+            ratios[int(0.9 * len(ratios))],
+            statistics.fmean(errors),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.within_1s:.1%} / {self.within_10s:.1%} / {self.median_ratio:.2%}"
+
+
+def record(name: str, folder: Path, count: int | None = None, costs: Costs | None = None) -> Recording:
+    """Runs a workload through vLLM, or reads what an earlier run wrote."""
+    asked: dict[str, Any] = {"name": name, "count": count, "costs": asdict(costs) if costs else None}
+    stem = "".join(char if char.isalnum() else "_" for char in name)
+    if count is not None or costs is not None:
+        stem += f"_{abs(hash(json.dumps(asked, sort_keys=True))) % 10**8}"
+    path = folder / f"{stem}.msgpack"
+    if not path.exists():
+        script = Path(__file__).parent / "vllm-side" / "virtual_engine.py"
+        python = ENGINE_HOME / "venv" / "bin" / "python"
+        subprocess.run([python, script, ENGINE_HOME / "model", path, json.dumps(asked)], check=True, timeout=900)
+    raw = msgspec.msgpack.decode(path.read_bytes())
+    steps = [
+        (start, end, [tuple(chunk) for chunk in chunks], decoding) for start, end, chunks, decoding in raw["steps"]
+    ]
+    records = [(kind, at_s, what) for kind, at_s, what in raw["records"]]
+    return Recording(
+        workloads.workload(name, count, costs), records, steps, {int(k): v for k, v in raw["cached"].items()}
+    )
+
+
+def naive_s(recording: Recording) -> list[float]:
+    """Each request's TTFT if prefills ran one after the other and nothing else mattered; true costs and hits."""
+    costs, free_at_s, predicted = recording.work.costs, 0.0, []
+    for number, arrival in enumerate(recording.work.arrivals):
+        cached = recording.cached[number]
+        steps = -(-(arrival.prompt_tokens - cached) // recording.work.settings.max_num_batched_tokens)
+        own_s = costs.chunk_s(cached, arrival.prompt_tokens) + steps * costs.step_s
+        free_at_s = max(free_at_s, arrival.at_s) + own_s
+        predicted.append(free_at_s - arrival.at_s)
+    return predicted
+
+
+def events(recording: Recording) -> Iterator[tuple[str, float, Any]]:
+    arrivals = [("arrive", arrival.at_s, number) for number, arrival in enumerate(recording.work.arrivals)]
+    return iter(heapq.merge(recording.records, arrivals, key=lambda event: event[1]))
+
+
+@dataclass
+class Observer:
+    """Feeds one fleet of one worker; may play several recordings one after the other and keeps what it learned."""
+
+    settings: Settings
+    max_tokens_told: bool = False
+    truth: Costs | None = None  # true costs given instead of learned
+    lengths_told: bool = False  # true output lengths given
+    clairvoyant_every: int = 0  # one of so many requests is also predicted by a shadow that knows the future
+    offset_s: float = 1000.0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(5)
+        self.hasher = BlockHasher(rng)
+        self.fleet = Fleet([PoolPolicy(_POOL)], self.hasher, rng)
+        self.fleet.join(_POOL, WorkerSpec(_WORKER, "10.0.0.1:8000", self.settings))
+        self.worker = self.fleet._pool_of[_WORKER].workers[_WORKER]
+        if self.truth is not None:
+            true = self.truth
+            cost = StepCost(0.0, 0.0, true.step_s, true.per_token_s, true.per_token_squared_s, true.per_decode_s)
+            self.worker.cost.cost, self.worker.cost.basis = cost, Basis.CURVE
+            for verb in ("add", "add_decode", "add_steps"):
+                setattr(self.worker.cost, verb, lambda sample: False)
+            self.worker.shadow.set_cost(cost)
+        self.clairvoyant: dict[int, float] = {}
+        self.slowest_s = 0.0
+        self.spent_s = 0.0
+
+    def play(self, recording: Recording) -> list[Outcome]:
+        naive, predicted, at, outcomes = naive_s(recording), {}, {}, []
+        offset_s, arrivals = self.offset_s, recording.work.arrivals
+        names: dict[int, str] = {}
+        for kind, event_s, what in events(recording):
+            now_s = event_s + offset_s
+            if kind == "arrive":
+                tokens = arrivals[what].tokens()
+                size = self.settings.block_size
+                family = HashFamily(size)
+                hashes = self.hasher.prompt_hashes(tokens, family, Namespace())
+                prompt = Prompt(len(tokens), True, {family: hashes})
+            elif kind == "kv":
+                batch = decode_batch(what)
+            begun = time.perf_counter()
+            if kind == "arrive":
+                told = arrivals[what].output_tokens if self.max_tokens_told else None
+                wish = Wish(f"{offset_s}-{what}", now_s, max_tokens=told)
+                decision = self.fleet.place(_POOL, prompt, wish, now_s)
+                assert isinstance(decision, Grant)
+                predicted[what] = decision.ticket.forecast
+                names[what] = decision.ticket.id
+                if self.clairvoyant_every and what % self.clairvoyant_every == 0:
+                    told_s = first_token_s(
+                        self.worker.shadow, what, names, arrivals, recording.cached, recording.work.costs, offset_s
+                    )
+                    self.clairvoyant[what] = told_s - event_s
+                if self.lengths_told:
+                    self.worker.shadow._ends[decision.ticket.id] = arrivals[what].output_tokens
+            elif kind == "kv":
+                self.fleet.apply(_WORKER, batch, now_s)
+            elif kind == "first":
+                at[what] = event_s
+                self.fleet.first_token(f"{offset_s}-{what}", None, now_s)
+            else:
+                arrival = arrivals[what]
+                usage = Usage(arrival.prompt_tokens, recording.cached[what], arrival.output_tokens)
+                self.fleet.finish(f"{offset_s}-{what}", usage, now_s)
+            spent_s = time.perf_counter() - begun
+            self.slowest_s = max(self.slowest_s, spent_s)
+            self.spent_s += spent_s
+        for number, arrival in enumerate(arrivals):
+            priced = predicted[number]
+            outcomes.append(
+                Outcome(
+                    number,
+                    arrival.at_s,
+                    arrival.prompt_tokens,
+                    recording.cached[number],
+                    priced.cached_tokens,
+                    at[number] - arrival.at_s,
+                    priced.ttft_s,
+                    naive[number],
+                )
+            )
+        self.offset_s = now_s + 100.0
+        return outcomes
+
+
+def observer(recording: Recording, true_costs: bool = False, lengths_told: bool = False) -> Observer:
+    told = recording.work.settings
+    return Observer(
+        Settings(
+            block_size=told.block_size,
+            num_gpu_blocks=told.num_gpu_blocks,
+            max_num_batched_tokens=told.max_num_batched_tokens,
+            max_num_seqs=told.max_num_seqs,
+            long_prefill_token_threshold=told.long_prefill_token_threshold,
+            max_model_len=told.max_model_len,
+            async_scheduling=told.async_scheduling,
+        ),
+        truth=recording.work.costs if true_costs else None,
+        lengths_told=lengths_told,
+    )
+
+
+def counted(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    return outcomes[int(WARM_UP * len(outcomes)) :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recordings", type=Path, default=ENGINE_HOME / "recordings")
+    parser.add_argument("--warm", action="store_true", help="play it a second time, with what the first run learned")
+    parser.add_argument("--true-costs", action="store_true")
+    parser.add_argument("--lengths-told", action="store_true")
+    parser.add_argument("--clairvoyant", type=int, default=0, metavar="EVERY")
+    parser.add_argument("--dump", type=Path)
+    parser.add_argument("workloads", nargs="*", default=workloads.NAMES)
+    asked = parser.parse_args()
+    for name in asked.workloads:
+        recording = record(name, asked.recordings)
+        watcher = observer(recording, asked.true_costs, asked.lengths_told)
+        watcher.clairvoyant_every = asked.clairvoyant
+        runs = [watcher.play(recording)] + ([watcher.play(recording)] if asked.warm else [])
+        for label, outcomes in zip(("", " (warm)"), runs, strict=False):
+            rest = counted(outcomes)
+            naive = Accuracy.of([(o.naive_s, o.actual_s) for o in rest])
+            ours = Accuracy.of([(o.predicted_s, o.actual_s) for o in rest])
+            right = sum(o.cached_tokens == o.credited_tokens for o in rest) / len(rest)
+            median_s = statistics.median(o.actual_s for o in rest)
+            sys.stdout.write(
+                f"{name + label:34s} naive {naive!s:24s} ours {ours!s:24s} p90 {ours.p90_ratio:.1%} "
+                f"bias {ours.bias_s:+.2f} s, median ttft {median_s:.2f} s, cache {right:.1%}, "
+                f"forced {watcher.worker.shadow.forced}, slowest call {watcher.slowest_s * 1e3:.0f} ms, "
+                f"{watcher.spent_s:.1f} s in all\n"
+            )
+            sys.stdout.flush()
+        if watcher.clairvoyant:
+            told = watcher.clairvoyant
+            exact = Accuracy.of([(told[o.number], o.actual_s) for o in runs[-1] if o.number in told])
+            sys.stdout.write(f"{'':34s} clairvoyant {exact!s} p90 {exact.p90_ratio:.3%} of {len(told)}\n")
+        if asked.dump:
+            asked.dump.write_text("\n".join(json.dumps(asdict(o)) for o in runs[-1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""A timeline equals a replay, step by step, with the newcomer inside, whatever the queue holds."""
+
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from predictor.engines.vllm import Queue, Sequence, Settings, schedule
+from predictor.prefill_cost import StepCost
+from predictor.timeline import RunForward, Timeline
+
+MEASURED = StepCost(0.0, 0.0, 0.005, 30e-6, 37e-12, 50e-6)
+
+
+@dataclass
+class Shape:
+    queue: Queue
+    settings: Settings
+    cost: StepCost
+    ends_at: dict[str, int]
+
+    def timeline(self, begins_s: float = 0.0) -> Timeline:
+        return Timeline(begins_s, RunForward(self.queue, self.settings, self.cost, self.ends_at))
+
+
+def replayed(shape: Shape, cached: int, total: int) -> tuple[float, bool]:
+    """When the newcomer's prompt is computed, and whether anybody was preempted once it ran."""
+    settings, cost = shape.settings, shape.cost
+    queue = shape.queue.copy()
+    newcomer = Sequence("newcomer", total, cached, 10**9)
+    queue.waiting.append(newcomer)
+    ends_at = shape.ends_at | {"newcomer": 10**9}
+    clock_s, disturbed = 0.0, False
+    for _ in range(100_000):
+        kept = []
+        for seq in queue.running:
+            if seq.generated and seq.generated >= ends_at[seq.id]:
+                if queue.free_blocks is not None:
+                    queue.free_blocks += seq.blocks
+            else:
+                kept.append(seq)
+        queue.running = kept
+        step = schedule(queue, settings)
+        if step.empty:
+            return float("inf"), False
+        clock_s += cost.step_s(step.new_tokens, step.squares, len(step.decodes))
+        disturbed = disturbed or bool(step.preempted and newcomer in (*queue.running, *step.preempted))
+        if newcomer.generated:
+            return clock_s, disturbed
+    raise AssertionError("it never ends")
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    """A queue in the midst of its life: decodes, prompts in every phase, and perhaps hardly any KV space."""
+    budget = draw(st.integers(4, 64))
+    size = draw(st.sampled_from([1, 4, 16]))
+    settings = Settings(
+        block_size=size,
+        num_gpu_blocks=draw(st.sampled_from([None, None, 40, 80, 200])),
+        max_num_batched_tokens=budget,
+        max_num_seqs=draw(st.integers(1, min(8, budget))),  # vLLM refuses to start with more slots than tokens
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3, 16, 40, 100])),
+        enable_chunked_prefill=True,
+    )
+    squared = draw(st.sampled_from([0.0, 1e-6]))
+    cost = StepCost(0.0, 0.0, draw(st.sampled_from([0.001, 0.01])), 0.001, squared, draw(st.sampled_from([0.0, 0.002])))
+    queue = Queue(free_blocks=settings.usable_blocks)
+    ends_at = {}
+    for number in range(draw(st.integers(0, 10))):
+        tokens = draw(st.integers(1, 150))
+        seq = Sequence(f"p{number}", tokens, draw(st.integers(0, tokens - 1)), 0)
+        queue.waiting.append(seq)
+        ends_at[seq.id] = draw(st.integers(1, 60))
+    for _ in range(draw(st.integers(0, 30))):
+        schedule(queue, settings)
+        for seq in list(queue.running):
+            if seq.generated and seq.generated >= ends_at[seq.id]:
+                queue.running.remove(seq)
+                if queue.free_blocks is not None:
+                    queue.free_blocks += seq.blocks
+    return Shape(queue, settings, cost, ends_at)
+
+
+@given(shape=shapes(), cached=st.integers(0, 50), uncached=st.integers(1, 300))
+@hypothesis_settings(max_examples=500, deadline=None)
+def test_pricing_a_newcomer_on_the_timeline_equals_replaying_the_queue_with_it(
+    shape: Shape, cached: int, uncached: int
+) -> None:
+    total = cached + uncached
+    expected_s, disturbed = replayed(shape, cached, total)
+    assume(expected_s != float("inf") and not disturbed)
+    blocks = -(-total // shape.settings.block_size)
+    priced_s = shape.timeline().finish_s(uncached, blocks) + shape.cost.tokens_s(cached, total)
+    assert priced_s == pytest.approx(expected_s, abs=1e-6)
+
+
+@given(shape=shapes(), tokens=st.lists(st.integers(1, 400), min_size=2, max_size=6))
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_more_tokens_are_never_done_earlier_and_nothing_ends_before_it_is_admitted(
+    shape: Shape, tokens: list[int]
+) -> None:
+    timeline = shape.timeline()
+    courses = [timeline.course(count) for count in sorted(tokens)]
+    assert [c.finish_s for c in courses] == sorted(c.finish_s for c in courses)
+    for course, count in zip(courses, sorted(tokens), strict=True):
+        assert course.admitted_s <= course.last_s < course.finish_s
+        assert 1 <= course.last_tokens <= count
+
+
+def busy(decoding: int, waiting: int, tokens: int, settings: Settings) -> Shape:
+    queue = Queue(free_blocks=settings.usable_blocks)
+    ends_at = {}
+    for number in range(decoding):
+        seq = Sequence(f"d{number}", 500, 500, 0, generated=1, blocks=32)
+        if queue.free_blocks is not None:
+            queue.free_blocks -= 32
+        queue.running.append(seq)
+        ends_at[seq.id] = 100 + 7 * number % 400
+    for number in range(waiting):
+        queue.waiting.append(Sequence(f"w{number}", tokens, 0, 0))
+        ends_at[f"w{number}"] = 300 + number
+    return Shape(queue, settings, MEASURED, ends_at)
+
+
+@pytest.mark.parametrize("blocks", [None, 20_000])
+def test_a_full_engine_is_run_forward_in_milliseconds(blocks: int | None) -> None:
+    shape = busy(256, 64, 3000, Settings(max_num_batched_tokens=2048, max_num_seqs=320, num_gpu_blocks=blocks))
+    best_s, spans = 60.0, 0
+    for _ in range(5):
+        began = time.perf_counter()
+        timeline = shape.timeline()
+        timeline.finish_s(3000, 188)
+        best_s = min(best_s, time.perf_counter() - began)
+        spans = len(timeline.spans)
+    sys.stdout.write(f"\n256 decoding, 64 waiting, {blocks} blocks: {spans} spans in {best_s * 1e3:.2f} ms")
+    assert best_s < 0.1
+
+
+def test_giants_take_a_handful_of_spans_however_small_the_budget() -> None:
+    settings = Settings(max_num_batched_tokens=512)
+    shape = busy(0, 3, 1_000_000, settings)
+    timeline = shape.timeline()
+    assert timeline.finish_s(1) == pytest.approx(3 * (30.0 + 37.0) + 5860 * 0.005, rel=0.01)
+    assert len(timeline.spans) < 40
+
+
+def test_a_queue_too_long_to_be_listed_is_cut_and_its_rest_priced_as_if_one_came_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = busy(20, 300, 700, Settings(max_num_batched_tokens=512))
+    whole_s = shape.timeline().finish_s(1)
+    monkeypatch.setattr("predictor.timeline.MAX_SPANS", 100)
+    timeline = shape.timeline()
+    assert timeline.finish_s(1) == pytest.approx(whole_s, rel=0.3)
+    assert len(timeline.spans) <= 102
+
+
+def test_one_that_can_never_be_admitted_holds_nobody_up_for_ever() -> None:
+    shape = Shape(
+        Queue([], deque([Sequence("huge", 10_000, 0, 1)]), 10), Settings(num_gpu_blocks=11), MEASURED, {"huge": 5}
+    )
+    assert shape.timeline().finish_s(10, 1) < 1.0
