@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from predictor.engines.vllm import Settings
-from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
+from predictor.fleet import Fleet, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.kv_events import decode_batch
 from predictor.prefill_cost import Basis, StepCost
 from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt
@@ -168,17 +168,16 @@ class Observer:
             if kind == "arrive":
                 told = arrivals[what].output_tokens if self.max_tokens_told else None
                 wish = Wish(f"{offset_s}-{what}", now_s, max_tokens=told)
-                decision = self.fleet.place(_POOL, prompt, wish, now_s)
-                assert isinstance(decision, Grant)
-                predicted[what] = decision.ticket.forecast
-                names[what] = decision.ticket.id
+                ticket = self.fleet.place_on(_WORKER, prompt, wish, now_s)
+                predicted[what] = ticket.forecast
+                names[what] = ticket.id
                 if self.clairvoyant_every and what % self.clairvoyant_every == 0:
                     told_s = first_token_s(
                         self.worker.shadow, what, names, arrivals, recording.cached, recording.work.costs, offset_s
                     )
                     self.clairvoyant[what] = told_s - event_s
                 if self.lengths_told:
-                    self.worker.shadow._ends[decision.ticket.id] = arrivals[what].output_tokens
+                    self.worker.shadow._ends[ticket.id] = arrivals[what].output_tokens
             elif kind == "kv":
                 self.fleet.apply(_WORKER, batch, now_s)
             elif kind == "first":

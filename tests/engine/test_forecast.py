@@ -1,0 +1,59 @@
+"""Forecasts against vLLM's own scheduler in virtual time: costs learned, nothing seen but what leaves the engine.
+
+Reduced workloads; `python -m tests.engine.forecast_truth` runs whole ones, and docs/performance.md has their figures.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.forecast_truth import Accuracy, Observer, Outcome, counted, observer, record
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="session")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recordings")
+
+
+def told(name: str, watcher: Observer, outcomes: list[Outcome]) -> tuple[Accuracy, Accuracy]:
+    rest = counted(outcomes)
+    naive = Accuracy.of([(o.naive_s, o.actual_s) for o in rest])
+    ours = Accuracy.of([(o.predicted_s, o.actual_s) for o in rest])
+    sys.stdout.write(f"\n{name}: naive {naive}, ours {ours}, p90 {ours.p90_ratio:.1%}, {watcher.spent_s:.1f} s")
+    return naive, ours
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "within_1s", "median"),
+    [
+        ("trace 0.8", 300, 0.98, 0.02),
+        ("giants, threshold 1024", 150, 0.97, 0.02),
+        ("decodes, budget 512", 300, 0.99, 0.02),
+    ],
+)
+def test_forecasts_come_near_and_nearer_than_adding_up_the_prefills_ahead(
+    name: str, count: int, within_1s: float, median: float, recordings: Path
+) -> None:
+    recording = record(name, recordings, count)
+    watcher = observer(recording)
+    naive, ours = told(name, watcher, watcher.play(recording))
+    assert ours.within_1s >= within_1s
+    assert ours.within_10s == 1.0
+    assert ours.median_ratio < min(median, naive.median_ratio)
+    assert watcher.worker.shadow.forced == 0
+
+
+@pytest.mark.parametrize(("name", "count"), [("trace 0.8", 300), ("decodes, budget 512", 300)])
+def test_a_shadow_that_knew_the_future_would_be_exact(name: str, count: int, recordings: Path) -> None:
+    recording = record(name, recordings, count)
+    watcher = observer(recording, true_costs=True)
+    watcher.clairvoyant_every = 5
+    outcomes = watcher.play(recording)
+    exact = Accuracy.of(
+        [(watcher.clairvoyant[o.number], o.actual_s) for o in outcomes if o.number in watcher.clairvoyant]
+    )
+    sys.stdout.write(f"\n{name}: clairvoyant {exact}, p90 {exact.p90_ratio:.3%} of {len(watcher.clairvoyant)}")
+    assert exact.p90_ratio <= 0.001
