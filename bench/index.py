@@ -46,7 +46,6 @@ def _long_prompt() -> Iterator[Row]:
     assert list(index.runs(hashes).values()) == held
     hash_ms = median_ms(lambda: hasher.prompt_hashes(tokens, _FAMILY, Namespace()), 25)
     match_ms = median_ms(lambda: index.runs(hashes), 25)
-    whole_ms = median_ms(lambda: index.runs(hasher.prompt_hashes(tokens, _FAMILY, Namespace())), 25)
     yield Row("hash 50,000 blocks (800K tokens)", f"{hash_ms:.1f} ms")
     yield Row("match 50,000 blocks against 64 workers", f"{match_ms:.1f} ms")
     peer = _dynamo(tokens, held)
@@ -55,7 +54,7 @@ def _long_prompt() -> Iterator[Row]:
         return
     yield Row("... Dynamo's RadixTree: hash", f"{peer.hash_ms:.1f} ms")
     yield Row("... Dynamo's RadixTree: match", f"{peer.match_ms:.1f} ms")
-    yield Row("hash + match, of Dynamo's time", f"{whole_ms / (peer.hash_ms + peer.match_ms):.2f}", "<= 0.25")
+    yield Row("hash + match, of Dynamo's time", f"{(hash_ms + match_ms) / (peer.hash_ms + peer.match_ms):.2f}", "<= 0.25")
 
 
 @dataclass(frozen=True, slots=True)
