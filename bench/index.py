@@ -54,7 +54,9 @@ def _long_prompt() -> Iterator[Row]:
         return
     yield Row("... Dynamo's RadixTree: hash", f"{peer.hash_ms:.1f} ms")
     yield Row("... Dynamo's RadixTree: match", f"{peer.match_ms:.1f} ms")
-    yield Row("hash + match, of Dynamo's time", f"{(hash_ms + match_ms) / (peer.hash_ms + peer.match_ms):.2f}", "<= 0.25")
+    yield Row(
+        "hash + match, of Dynamo's time", f"{(hash_ms + match_ms) / (peer.hash_ms + peer.match_ms):.2f}", "<= 0.25"
+    )
 
 
 @dataclass(frozen=True, slots=True)
