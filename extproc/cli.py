@@ -19,7 +19,8 @@ from extproc.config import BadConfig, Config, load_config, notes
 from extproc.model_files import BadModelFiles, load_pool_text
 from extproc.recording_file import read_lines
 from predictor.accuracy import as_text, summary
-from predictor.backtest import Backtest, BadOverride, read_what_if, result_lines
+from predictor.backtest import Backtest, BadOverride, foresee, read_what_if, result_lines
+from predictor.clairvoyance import BadCosts, read_costs
 from predictor.recording import BadRecording, read_records
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -52,6 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="KEY=VALUE",
         help="another engine setting than the recorded one; WORKER:KEY=VALUE for one worker, learning.KEY=VALUE",
     )
+    backtest.add_argument(
+        "--clairvoyant",
+        type=Path,
+        metavar="COSTS.json",
+        help="tell the predictor the true costs, the lengths of answers and the requests yet to come",
+    )
     report = commands.add_parser("report", help="how good a running filter's predictions have been")
     report.add_argument("--admin", default="http://127.0.0.1:9464", metavar="URL", help="the filter's admin port")
     chosen = parser.parse_args(arguments)
@@ -64,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "report":
                 return _report(chosen.admin)
             case "backtest":
-                return _backtest(chosen.recording, chosen.json, chosen.what_if)
+                return _backtest(chosen.recording, chosen.json, chosen.what_if, chosen.clairvoyant)
             case _:
                 return _stack(scene=chosen.scene or chosen.once, once=chosen.once)
-    except (BadConfig, BadModelFiles, BadOverride) as fault:
+    except (BadConfig, BadModelFiles, BadOverride, BadCosts) as fault:
         print(fault, file=sys.stderr)
         return EXIT_USAGE
     except BadRecording as fault:
@@ -117,9 +124,17 @@ def _report(admin_url: str) -> int:
     return EXIT_OK
 
 
-def _backtest(recording: Path, json: Path | None, what_if: Sequence[str]) -> int:
+def _backtest(recording: Path, json: Path | None, what_if: Sequence[str], costs: Path | None) -> int:
     # Always the same: a recording has one report.
-    backtest = Backtest(np.random.default_rng(_BACKTEST_SEED), read_what_if(what_if))
+    overrides = read_what_if(what_if)
+    foresight = None
+    if costs is not None:
+        try:
+            foresight = foresee(read_records(read_lines(recording)), read_costs(costs.read_bytes()))
+        except BadCosts as fault:
+            print(f"{costs}: {fault}", file=sys.stderr)
+            return EXIT_USAGE
+    backtest = Backtest(np.random.default_rng(_BACKTEST_SEED), overrides, foresight)
     began_s = time.monotonic()
     backtest.run(read_records(read_lines(recording)))
     took_s = time.monotonic() - began_s

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from predictor.accuracy import Outcome
+from predictor.clairvoyance import Coming, Costs, Seer
 from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, PoolPolicy, Ticket, Usage, Wish, WorkerSpec
 from predictor.kv_events import Arrival, FeedCursor
@@ -111,14 +112,54 @@ class _Asked:
     outcome: Outcome
 
 
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """True costs, and what each worker will be sent."""
+
+    costs: Costs
+    coming: Mapping[str, Sequence[Coming]]
+
+
+def foresee(records: Iterable[Record], costs: Costs) -> Foresight:
+    """Reads a whole recording ahead of its backtest; of its prompts only the lengths are kept."""
+    asked: dict[str, tuple[float, str, int]] = {}
+    ends: dict[str, EndRecord] = {}
+    for record in records:
+        if isinstance(record, RequestRecord):
+            asked[record.id] = record.t, record.worker, _length(record)
+        elif isinstance(record, EndRecord):
+            ends[record.id] = record
+    coming: dict[str, list[Coming]] = {}
+    for request_id, (at_s, worker, tokens) in asked.items():
+        end = ends.get(request_id)
+        # Who never ended, or was given up, goes on.
+        output = _NO_END if end is None or end.output_tokens is None else max(1, end.output_tokens)
+        cached = 0 if end is None or end.cached_tokens is None else end.cached_tokens
+        coming.setdefault(worker, []).append(Coming(request_id, at_s, tokens, min(cached, tokens - 1), output))
+    return Foresight(costs, {worker: sorted(them, key=lambda one: one.at_s) for worker, them in coming.items()})
+
+
+_NO_END = 1 << 30
+
+
+def _length(record: RequestRecord) -> int:
+    if record.tokens is not None:
+        return max(1, (len(record.tokens) // 4 * 3 - record.tokens.count("=", -2)) // 4)
+    return max(1, record.prompt_tokens or 1)
+
+
 class Backtest:
-    """Takes in records one by one; `rng` decides what is drawn.
+    """Takes in records one by one; `rng` decides what is drawn, and with `foresight` it is told what is yet to come.
 
     `outcomes` are the predicted requests, in the order in which they came.
     """
 
-    def __init__(self, rng: np.random.Generator, what_if: WhatIf | None = None) -> None:
+    def __init__(
+        self, rng: np.random.Generator, what_if: WhatIf | None = None, foresight: Foresight | None = None
+    ) -> None:
         self._what_if = what_if or WhatIf()
+        self._foresight = foresight
+        self._seers: dict[str, Seer] = {}
         self._hasher = BlockHasher(rng)
         self._fleet = Fleet([], self._hasher, rng)
         self._pools: set[str] = set()
@@ -192,6 +233,10 @@ class Backtest:
         endpoint = f"{record.pool}/{record.worker}"
         self._fleet.join(record.pool, WorkerSpec(record.worker, endpoint, settings))
         self._fleet.set_trusted(record.worker, trusted=False)
+        if self._foresight is not None:
+            cost = self._foresight.costs.of(record.worker)
+            self._fleet.know_cost(record.worker, cost)
+            self._seers[record.worker] = Seer(self._foresight.coming.get(record.worker, ()), cost)
         self._workers[record.worker] = _Worker(record, endpoint, settings)
 
     def _settings(self, record: WorkerRecord) -> Settings:
@@ -234,13 +279,19 @@ class Backtest:
         in_flight = self._fleet.in_flight_on(record.worker)
         ticket = self._fleet.place_on(record.worker, prompt, wish, self._now_s)
         priced = ticket.forecast
+        ttft_s = priced.ttft_s
+        if record.worker in self._seers:
+            state = self._fleet.shadow_state(record.worker, self._now_s)
+            first_s = self._seers[record.worker].first_token_s(record.id, state)
+            if first_s is not None:
+                ttft_s = priced.already_waited_s + first_s - self._now_s
         self._order.append(record.id)
         self._asked[record.id] = _Asked(
             ticket,
             Outcome(
                 id=record.id,
                 worker=record.worker,
-                predicted_ttft_s=priced.ttft_s,
+                predicted_ttft_s=ttft_s,
                 wait_s=priced.wait_s,
                 prefill_s=priced.prefill_s,
                 cached_tokens=priced.cached_tokens,
@@ -283,6 +334,8 @@ class Backtest:
         if first is None:
             self._leave_out("first token twice")
         elif first.grade is not None:
+            if asked.outcome.worker in self._seers:
+                self._seers[asked.outcome.worker].came(record.id, self._now_s)
             asked.outcome = replace(asked.outcome, actual_ttft_s=first.grade.actual_s)
 
     def _end(self, record: EndRecord) -> None:
@@ -291,6 +344,8 @@ class Backtest:
             self._leave_out("end of nobody")
             return
         usage = Usage(record.prompt_tokens, record.cached_tokens, record.output_tokens)
+        if record.output_tokens is None and asked.outcome.worker in self._seers:
+            self._seers[asked.outcome.worker].ended_early(record.id)
         self._fleet.finish(record.id, usage, self._now_s, retried=record.attempts > 1)
         asked.outcome = replace(asked.outcome, actual_cached_tokens=record.cached_tokens)
         self._settle(record.id)

@@ -40,10 +40,10 @@ from predictor.kv_events import Batch, Tier
 from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
 from predictor.output_lengths import LengthCurve, OutputLengths
 from predictor.pool_cache import CacheSpec, PoolCache, Reuse
-from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample
+from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample, StepCost
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
 from predictor.routing import Candidate, Choice, Prefer, RoutingPolicy, Why, choose
-from predictor.shadow import Shadow
+from predictor.shadow import Shadow, State
 from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
 
@@ -450,6 +450,15 @@ class Fleet:
         ticket = self._book(home, server, priced, wish, hashes, now_s)
         home.cache.book(worker, ticket.id, prompt, reuse.by_rule)
         return ticket
+
+    def know_cost(self, worker: str, cost: StepCost) -> None:
+        """Takes these for the worker's true costs."""
+        known = self._pool_of[worker].workers[worker]
+        known.cost.fix(cost)
+        known.shadow.set_cost(cost)
+
+    def shadow_state(self, worker: str, now_s: float) -> State:
+        return self._pool_of[worker].workers[worker].shadow.state(now_s)
 
     def in_flight_on(self, worker: str) -> int:
         return len(self._pool_of[worker].workers[worker].tickets)

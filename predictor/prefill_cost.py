@@ -163,6 +163,7 @@ class PrefillCost:
 
     def __init__(self, policy: LearningPolicy) -> None:
         self._policy = policy
+        self._known: StepCost | None = None
         self.changes = 0
         self.forget()
 
@@ -178,6 +179,13 @@ class PrefillCost:
         self.cost = _default_cost(self._policy)
         self.basis = Basis.DEFAULT
         self.changes += 1
+        if self._known is not None:
+            self.cost, self.basis = self._known, Basis.CURVE
+
+    def fix(self, cost: StepCost) -> None:
+        """Takes these for the true costs, and learns nothing any more."""
+        self._known = cost
+        self.forget()
 
     @property
     def learned(self) -> bool:
@@ -257,7 +265,7 @@ class PrefillCost:
         A worker that shows no step ends has nothing else to tell its speed by while it is busy. `changes` is what it
         was when the forecast was made. True if the worker is found to run at another speed.
         """
-        if changes != self.changes or self._ungraded_intervals or not self.learned:
+        if changes != self.changes or self._ungraded_intervals or not self.learned or self._known is not None:
             self._ungraded_intervals = 0
             self._grade_drift.clear()
             return False
@@ -280,6 +288,8 @@ class PrefillCost:
         features: tuple[float, ...],
         at_once: bool = False,
     ) -> None:
+        if self._known is not None:
+            return
         first = self._samples.add(stratum, kept, seconds, noise_s, features)
         # A fit takes a millisecond or two; what one more sample among many like it changes can wait for others.
         known = len(self._samples)

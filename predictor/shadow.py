@@ -9,7 +9,7 @@ step that must leave a sign has not ended before the sign is seen; one that leav
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +62,17 @@ class _Interval:
         self.new_tokens += step.new_tokens
         self.squares += step.squares
         self.decoding += len(step.decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A copy of what a shadow takes a worker to be at, for whoever runs it forward in a way of his own."""
+
+    settings: Settings
+    queue: Queue
+    under_way: tuple[Step, ...]  # composed and not ended, over the sequences of `queue`
+    clock_s: float  # when the oldest of them began, or the next is composed
+    emitted: Mapping[str, int]  # tokens of each sequence that have left the engine
 
 
 class Shadow:
@@ -120,6 +131,26 @@ class Shadow:
     def generated(self) -> list[int]:
         """How much each sequence that decodes has generated so far, in tokens."""
         return [seq.generated for seq in self._queue.running if not seq.prefilling]
+
+    def state(self, now_s: float) -> State:
+        self.advance(now_s)
+        copies = {id(seq): seq.copy() for seq in self._sequences.values()}
+        queue = Queue(
+            [copies[id(seq)] for seq in self._queue.running],
+            deque(copies[id(seq)] for seq in self._queue.waiting),
+            self._queue.free_blocks,
+        )
+        steps = [
+            Step(
+                tuple((copies[id(seq)], start, end) for seq, start, end in item.step.chunks if id(seq) in copies),
+                tuple(copies[id(seq)] for seq in item.step.decodes if id(seq) in copies),
+                0,
+            )
+            for item in self._under_way
+        ]
+        clock_s = self._began_s if self._under_way else now_s if self._composes_s is None else self._composes_s
+        emitted = {seq.id: self._emitted(seq) for seq in self._sequences.values()}
+        return State(self._settings, queue, tuple(steps), clock_s, emitted)
 
     def set_cost(self, cost: StepCost) -> None:
         if cost != self._cost:

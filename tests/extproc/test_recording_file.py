@@ -63,6 +63,19 @@ def test_the_command_prints_a_table_and_writes_the_predictions(
     assert (tmp_path / "again").read_bytes() == out.read_bytes()
 
 
+def test_the_command_can_be_told_the_future(tmp_path: Path, text: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    recording, costs, out = tmp_path / "a.jsonl", tmp_path / "costs.json", tmp_path / "out"
+    recording.write_bytes(text)
+    costs.write_text('{"a": 30e-6, "b": 37e-12, "c": 0.005, "d": 50e-6}')
+    assert main(["backtest", str(recording), "--clairvoyant", str(costs), "--json", str(out)]) == EXIT_OK
+    figures = json.loads(out.read_text().splitlines()[-1])["summary"]["all"]
+    assert figures["p90_relative"] < 0.001
+    costs.write_text('{"speed": 1}')
+    capsys.readouterr()
+    assert main(["backtest", str(recording), "--clairvoyant", str(costs)]) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith(f"{costs}: unknown cost 'speed'")
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [

@@ -11,7 +11,8 @@ import pytest
 
 from enginesim.settings import CostSettings, SchedulerSettings
 from predictor.accuracy import accuracy, as_text, summary
-from predictor.backtest import Backtest, BadOverride, read_what_if, result_lines
+from predictor.backtest import Backtest, BadOverride, foresee, read_what_if, result_lines
+from predictor.clairvoyance import read_costs
 from predictor.engines.vllm import Settings
 from predictor.recording import (
     BadRecording,
@@ -133,7 +134,7 @@ def test_what_is_assumed_of_an_unlearned_worker_may_be_changed(recording: list[b
     [
         ("max_num_seqs", "expected KEY=VALUE"),
         ("=4", "expected KEY=VALUE"),
-        ("colour=red", "unknown key 'colour'; known are async_scheduling, block_size"),
+        ("colour=red", "unknown key 'colour'; known are .*block_size"),
         ("learning.speed=1", "unknown key 'speed'; known are default_step_s"),
         ("max_num_seqs=many", r"Expected `int`, got `str` - at `\$.max_num_seqs`"),
         ("w1:max_num_seqs=1.5", "Expected `int`, got `float`"),
@@ -143,6 +144,30 @@ def test_what_is_assumed_of_an_unlearned_worker_may_be_changed(recording: list[b
 def test_what_cannot_be_is_refused_by_name(override: str, says: str) -> None:
     with pytest.raises(BadOverride, match=says):
         read_what_if([override])
+
+
+# Told the future
+
+
+@pytest.mark.parametrize(("per_s", "engines"), [(1.5, 1), (4.0, 1), (8.0, 2)])
+def test_told_costs_lengths_and_arrivals_it_is_exact(per_s: float, engines: int) -> None:
+    records = record_fleet(np.random.default_rng(8), [QUICK] * engines, LIMITS, requests=300, per_s=per_s)
+    costs = read_costs(b'{"a": 30e-6, "b": 37e-12, "c": 0.005, "d": 50e-6}')
+    backtest = Backtest(np.random.default_rng(1), foresight=foresee(records, costs))
+    backtest.run(records)
+    found = accuracy(backtest.outcomes)
+    assert found is not None
+    assert found.graded == 300
+    assert found.p90_relative < 0.001
+    assert all(outcome.learned for outcome in backtest.outcomes)
+
+
+def test_told_wrong_costs_it_does_not_learn_better_ones() -> None:
+    records = record_fleet(np.random.default_rng(8), [QUICK], LIMITS, requests=100, per_s=1.0)
+    backtest = Backtest(np.random.default_rng(1), foresight=foresee(records, read_costs(b'{"a": 60e-6, "c": 0.005}')))
+    backtest.run(records)
+    ratios = [one.predicted_ttft_s / one.actual_ttft_s for one in backtest.outcomes if one.actual_ttft_s]
+    assert np.median(ratios[50:]) > 1.5
 
 
 # What recordings may hold
