@@ -481,7 +481,7 @@ class CacheIndex:
         if count < len(slots):
             slots = slots[np.argpartition(holder.names.born[slots], count)[:count]]
         if holder.more_copies:
-            for theirs in holder.names.keys[slots].tolist():
+            for theirs in holder.names.keys_at(slots):
                 holder.more_copies.pop(theirs, None)
         self._drop(holder, slots)
         self.skipped["over_capacity"] += count

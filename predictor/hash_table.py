@@ -141,6 +141,10 @@ class HashTable:
             step += 1
             offset = (offset + step) & _OFFSETS
 
+    def keys_at(self, slots: Slots) -> list[int]:
+        """The keys in these slots, as they were entered."""
+        return [0 if key == _STAND_IN else key for key in self.keys[slots].tolist()]
+
     def live_slots(self) -> Slots:
         return np.flatnonzero(self._live(slice(0, self._segments << _SEGMENT_BITS)))
 

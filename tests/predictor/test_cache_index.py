@@ -650,6 +650,18 @@ def test_a_view_beyond_its_engines_size_sheds_what_it_has_known_longest() -> Non
     assert len(index) == 1
 
 
+@pytest.mark.parametrize("name", [0, 1, 2**64 - 1])
+def test_what_is_shed_goes_with_all_its_copies(name: int) -> None:
+    index = index_of()
+    index.add("a", 1)
+    for _ in range(2):
+        index.apply("a", store([name], [1, 2]))
+    index.apply("a", store([5], [3, 4]))
+    index.apply("a", store([name], [1, 2]))
+    index.apply("a", removal(name))
+    assert index.blocks("a") == 0
+
+
 def test_every_tier_has_its_own_cap_which_follows_the_devices_where_nobody_tells() -> None:
     caps = TierCaps(10)
     assert [caps.of(tier) for tier in Tier] == [10, 80, 320]
