@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import heapq
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,8 +47,12 @@ def record_fleet(
     per_s: float,
     typical_tokens: int = 1500,
     typical_output: int = 80,
+    slower: Callable[[float], float] = lambda at_s: 1.0,
 ) -> list[Record]:
-    """Poisson arrivals, sent to the engines in turn; a third go on from one of a few shared prefixes."""
+    """Poisson arrivals, sent to the engines in turn; a third go on from one of a few shared prefixes.
+
+    `slower` is how many times as long a step takes that begins at a time.
+    """
     engines = [
         _Engine(f"w{number}", Scheduler(limits, lambda request: 7), StepTime(cost)) for number, cost in enumerate(costs)
     ]
@@ -110,6 +115,6 @@ def record_fleet(
             for engine in engines:
                 if engine.under_way is None and engine.scheduler.has_work:
                     engine.under_way = engine.scheduler.schedule()
-                    ends_s = now_s + engine.step_time.duration_s(engine.under_way)
+                    ends_s = now_s + slower(now_s) * engine.step_time.duration_s(engine.under_way)
                     heapq.heappush(agenda, (ends_s, 0, next(order), engine))
     return records

@@ -107,6 +107,32 @@ def test_a_fleet_of_eight_is_run_again_twenty_times_as_fast_as_it_was() -> None:
     assert max(speeds) > 20
 
 
+@pytest.mark.parametrize("per_s", [1.0, 4.0])
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_an_engine_that_suddenly_runs_at_another_speed_is_priced_right_after_five_grades(
+    per_s: float, factor: float
+) -> None:
+    changes_s = 250 / per_s
+    records = record_fleet(
+        np.random.default_rng(12),
+        [QUICK],
+        LIMITS,
+        requests=400,
+        per_s=per_s,
+        slower=lambda at_s: factor if at_s >= changes_s else 1.0,
+    )
+    backtest = run([write_record(record) for record in records])
+    grades_s = [record.t for record in records if isinstance(record, FirstTokenRecord) and record.t > changes_s]
+    asked_s = {record.id: record.t for record in records if isinstance(record, RequestRecord)}
+    before = [one for one in backtest.outcomes if changes_s / 2 < asked_s[one.id] < changes_s]
+    after = [one for one in backtest.outcomes if asked_s[one.id] > grades_s[4]]
+    for part in (before, after[:20], after):
+        found = accuracy(part)
+        assert found is not None
+        sys.stdout.write(f"\n{factor} times as slow, {per_s}/s: {found.graded} off by {found.median_relative:.1%}")
+        assert found.median_relative < 0.1
+
+
 # What if
 
 
