@@ -38,7 +38,7 @@ from predictor.hindsight import Guard, GuardPolicy, Hindsight, Review, Watched, 
 from predictor.interval import Calibration, PoolErrors
 from predictor.kv_events import Batch, Tier
 from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
-from predictor.output_lengths import LengthCurve, OutputLengths
+from predictor.output_lengths import LengthCurve, OutputLengths, draws
 from predictor.pool_cache import CacheSpec, PoolCache, Reuse
 from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample, StepCost
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
@@ -48,6 +48,10 @@ from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
 
 _RECENT_GRANTS = 50
+# Imagined futures of a worker whose queue waits for others to end: more than five tell no more.
+_FUTURES = 5
+# What one decision may list of them, all workers together, at some 10 us a span.
+_IMAGINED_SPANS = 1000
 _MAX_OUTPUT_TOKENS = 1 << 20
 # What is booked may take so long to show in an engine's own count.
 _EVIDENCE_GRACE_S = 5.0
@@ -290,7 +294,7 @@ class Fleet:
             cost.add_steps(sample)
             shadow.set_cost(cost.cost)
 
-        shadow = Shadow(spec.settings, cost.cost, learn, cached_blocks)
+        shadow = Shadow(spec.settings, cost.cost, learn, cached_blocks, home.length_curve)
         home.workers[spec.name] = _Worker(spec, spec.settings, cost, shadow, Calibration(home.errors))
         self._pool_of[spec.name] = home
         home.cache.join(spec.name, spec.cache, spec.settings.block_size, spec.settings.num_gpu_blocks)
@@ -412,8 +416,9 @@ class Fleet:
         # Only a bound asks how sure a wait is.
         quantile = 1.0 - home.policy.admission.risk if limits.bounded else None
         output_tokens = home.expected_output(wish.max_tokens, now_s)
+        spans = _IMAGINED_SPANS // len(workers)
         prospects = [
-            self._prospect(worker, prompt, reuse[worker.spec.name], output_tokens, quantile, waited_s, now_s)
+            self._prospect(worker, prompt, reuse[worker.spec.name], output_tokens, quantile, waited_s, now_s, spans)
             for worker in workers
         ]
         forecasts = tuple(prospect.forecast for prospect in prospects)
@@ -656,6 +661,7 @@ class Fleet:
         quantile: float | None,
         waited_s: float,
         now_s: float,
+        spans: int = _IMAGINED_SPANS,
     ) -> Prospect:
         settings, shadow = worker.settings, worker.shadow
         _count_overdue(worker, self._tickets, now_s)
@@ -675,6 +681,7 @@ class Fleet:
             calibration=worker.calibration,
             trusted=worker.trusted,
             arrivals=worker.arrivals,
+            spans=spans,
         )
         high_wait_s = priced.wait_s
         if quantile is not None:
@@ -777,7 +784,8 @@ class Fleet:
             raise ValueError(f"ticket {ticket.id!r} is already in flight")
         _spoil_samples(worker)
         # Drawn, not the mean: of requests that all are expected to be of the mean length, all would end at once.
-        expected = home.length_curve(now_s).length(float(self._rng.random()), 0, wish.max_tokens)
+        drawn = draws(self._rng, _FUTURES)
+        expected = home.length_curve(now_s).length(drawn[0], 0, wish.max_tokens)
         seq = Sequence(
             ticket.id,
             priced.prompt_tokens,
@@ -786,6 +794,7 @@ class Fleet:
             wish.streaming,
             max_output=wish.max_tokens,
             hashes=hashes,
+            draws=drawn,
         )
         shadow.book(seq, now_s)
         worker.arrivals.add(now_s, priced.prompt_tokens - priced.cached_tokens)

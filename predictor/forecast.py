@@ -81,18 +81,19 @@ def forecast(
     trusted: bool = True,
     load_s: float = 0.0,
     arrivals: RecentArrivals | None = None,
+    spans: int = 1000,
 ) -> Forecast:
     """Prices a newcomer on a worker's timeline: two bisections and a closed form.
 
     Its own prefill costs the same however it is cut into chunks, so it is added to the end of the step in which its
     last chunk fits; what is left after subtracting what it would take alone is the wait. Without a `calibration` the
     interval is the widest guess; `trusted` is whether the worker's cache view is complete. `load_s` is what fetching
-    the cached part takes that is not on the device.
+    the cached part takes that is not on the device. `spans` bounds how much is imagined (see `Timeline.likely_course`).
     """
     uncached = prompt_tokens - cached_tokens
     own_s = cost.tokens_s(cached_tokens, prompt_tokens)
     blocks = -(-prompt_tokens // settings.block_size) if settings.num_gpu_blocks is not None else 0
-    course = timeline.course(uncached, blocks)
+    course = timeline.likely_course(uncached, blocks, spans)
     done_s = course.finish_s + own_s
     if arrivals is not None:
         own_before_s = own_s - cost.tokens_s(prompt_tokens - course.last_tokens, prompt_tokens)

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from predictor.engines.vllm import Queue, Sequence, Settings, Step, reusable_tokens, schedule, undo
+from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
 from predictor.prefixes_ahead import common_blocks
 from predictor.prompt import BlockHashes
 from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
-from predictor.timeline import RunForward, Timeline, whole_output
+from predictor.timeline import Others, RunForward, Timeline, whole_output
 
 # Evidence that no so many steps explain is about something else than what the shadow knows.
 _MAX_STEPS_BEHIND = 4096
@@ -79,7 +80,8 @@ class Shadow:
     """Times are absolute seconds of the caller's clock.
 
     `on_sample` is told each interval between two step ends that were seen. `cached_blocks` tells how many of a run of
-    blocks, by their hashes, the worker's cache is known to hold at this moment, from the first on.
+    blocks, by their hashes, the worker's cache is known to hold at this moment, from the first on. `lengths` is the
+    pool's curve of output lengths at a time.
     """
 
     def __init__(
@@ -88,11 +90,13 @@ class Shadow:
         cost: StepCost,
         on_sample: Callable[[StepSample], None] | None = None,
         cached_blocks: Callable[[BlockHashes], int] | None = None,
+        lengths: Callable[[float], LengthCurve] | None = None,
     ) -> None:
         self._settings = settings
         self._cost = cost
         self._on_sample = on_sample
         self._cached_blocks = cached_blocks
+        self._lengths = lengths
         self._queue = Queue(free_blocks=settings.usable_blocks)
         self._sequences: dict[str, Sequence] = {}
         # Composed and not ended, the oldest first: one step, and with asynchronous scheduling the one after it.
@@ -333,16 +337,36 @@ class Shadow:
             # Composed by the engine only when this instant is over: the newcomer is part of it.
             begins_s = max(now_s, self._composes_s)
         if self._timeline is None:
-            self._timeline = self._run_forward(begins_s)
+            self._timeline = self._run_forward(begins_s, now_s)
         elif self._timeline.begins_s != begins_s:
             self._timeline = self._timeline.beginning_at(begins_s)
         return self._timeline
 
-    def _run_forward(self, begins_s: float) -> Timeline:
+    def _run_forward(self, begins_s: float, now_s: float) -> Timeline:
+        curve = self._lengths(now_s) if self._lengths is not None else None
+        if curve is not None:
+            for seq in self._sequences.values():
+                if seq.generated >= seq.expected_output and seq.draws:
+                    # It has outlived what was drawn for it.
+                    seq.expected_output = curve.length(seq.draws[0], seq.generated, seq.max_output)
         ends = {
             seq.id: whole_output(seq, self._ends.get(seq.id, seq.expected_output)) for seq in self._sequences.values()
         }
-        return Timeline(begins_s, RunForward(self._queue, self._settings, self._cost, ends))
+        first = RunForward(self._queue, self._settings, self._cost, ends)
+        if curve is None or self._ends:
+            return Timeline(begins_s, first)
+
+        def imagine() -> list[RunForward]:
+            futures = []
+            for number in range(1, min((len(seq.draws) for seq in self._sequences.values()), default=0)):
+                drawn = {
+                    seq.id: curve.length(seq.draws[number], seq.generated, seq.max_output)
+                    for seq in self._sequences.values()
+                }
+                futures.append(RunForward(self._queue, self._settings, self._cost, drawn))
+            return futures
+
+        return Timeline(begins_s, first, Others(imagine))
 
     # Inside
 

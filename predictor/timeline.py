@@ -9,6 +9,7 @@ and spans are only listed as far as somebody asked.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import ceil
@@ -79,15 +80,16 @@ class Timeline:
     `begins_s` is when the step after those under way begins; the timeline moves as a whole with a step that is overdue.
     """
 
-    __slots__ = ("_ahead", "begins_s", "spans")
+    __slots__ = ("_ahead", "_others", "begins_s", "spans")
 
-    def __init__(self, begins_s: float, ahead: RunForward) -> None:
+    def __init__(self, begins_s: float, ahead: RunForward, others: Others | None = None) -> None:
         self.begins_s = begins_s
+        self._others = others
         self.spans: list[Span] = ahead.spans
         self._ahead = ahead
 
     def beginning_at(self, begins_s: float) -> Timeline:
-        return Timeline(begins_s, self._ahead)
+        return Timeline(begins_s, self._ahead, self._others)
 
     @property
     def gated(self) -> bool:
@@ -113,6 +115,22 @@ class Timeline:
     def finish_s(self, tokens: int, blocks: int = 0) -> float:
         """When `tokens` of a newcomer would be prefilled, without what computing them costs."""
         return self.course(tokens, blocks).finish_s
+
+    def likely_course(self, tokens: int, blocks: int = 0, spans: int = 1000) -> Course:
+        """As `course`, and where somebody waits for another's end, the median of several imagined futures.
+
+        `spans` bounds the work: only so many futures are looked at as have about so many spans together.
+        """
+        course = self.course(tokens, blocks)
+        if self._others is None or not self.gated:
+            return course
+        pairs = spans // (2 * max(1, len(self.spans)))
+        if not pairs:
+            return course
+        futures = self._others.futures()[: 2 * pairs]
+        others = [Timeline(self.begins_s, ahead).course(tokens, blocks) for ahead in futures]
+        courses = sorted([course, *others], key=lambda other: other.finish_s)
+        return courses[len(courses) // 2]
 
     def course(self, tokens: int, blocks: int = 0) -> Course:
         """How a newcomer with so many tokens to compute would go through, without what computing them costs.
@@ -142,6 +160,21 @@ class Timeline:
             spare,
             left + span.spare,
         )
+
+
+class Others:
+    """Futures beside the first, with other lengths of what is being generated; imagined when somebody asks."""
+
+    __slots__ = ("_imagine", "_known")
+
+    def __init__(self, imagine: Callable[[], list[RunForward]]) -> None:
+        self._imagine = imagine
+        self._known: list[RunForward] | None = None
+
+    def futures(self) -> list[RunForward]:
+        if self._known is None:
+            self._known = self._imagine()
+        return self._known
 
 
 class RunForward:

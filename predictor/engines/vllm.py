@@ -57,6 +57,7 @@ class Sequence:
     blocks: int = 0  # KV blocks that count for it: all it has, less those that others had before it
     shared_blocks: int = 0  # leading blocks that others hold as well and that count for them
     hashes: BlockHashes | ReadOnly[int] = ()  # of the prompt's full blocks
+    draws: tuple[float, ...] = ()  # for its output's length, one for each imagined future
     output_hashes: list[int] = field(default_factory=list)  # of the full blocks after those, as they become known
 
     @property
