@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import http.client
 import json
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import pytest_asyncio
@@ -116,6 +118,69 @@ async def test_the_openai_client_sleeps_as_told_and_then_succeeds(bench: Bench) 
     assert 1.5 <= admitted_s <= 7
     # Told truly, it need not ask often: once more where the first estimate was a little short.
     assert 1 <= await bench.metric("headway_decisions_total", outcome="refused") - refused <= 2
+
+
+async def test_clients_that_want_to_fall_back_raise_at_once_although_they_would_retry(bench: Bench) -> None:
+    refused = await bench.metric("headway_decisions_total", outcome="refused")
+    headers = {"x-headway-on-reject": "fail", "x-max-queue-wait-s": "5"}
+    base_url = bench.stack.url
+    async with (
+        queue(bench, 14),
+        openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="k", default_headers=headers) as one,
+        anthropic.AsyncAnthropic(base_url=base_url, api_key="k", default_headers=headers) as other,
+    ):
+        started_s = time.monotonic()
+        with pytest.raises(openai.RateLimitError):
+            await one.chat.completions.create(model="sim", messages=MESSAGES)
+        with pytest.raises(anthropic.RateLimitError):
+            await other.messages.create(model="sim", max_tokens=5, messages=[{"role": "user", "content": "short"}])
+        assert time.monotonic() - started_s < 2.5
+    assert await bench.metric("headway_decisions_total", outcome="refused") - refused == 2
+
+
+async def test_a_prompt_that_takes_longer_than_its_bound_on_the_first_token_is_told_that_coming_back_is_no_use(
+    bench: Bench,
+) -> None:
+    answer = await bench.post(chat(words(4000, time.monotonic_ns())), x_slo_ttft_ms="1000")
+    assert (answer.status, answer.headers["x-headway-reason"]) == (429, "own_prefill")
+    assert answer.headers["x-should-retry"] == "false"
+    assert "retry-after" not in answer.headers
+    assert (await bench.post(chat(words(40, time.monotonic_ns())), x_slo_ttft_ms="1000")).status == 200
+
+
+async def test_curl_sees_the_refusal_and_what_is_said_with_it(bench: Bench) -> None:
+    async with queue(bench, 12):
+        command = ["curl", "-sS", "-D", "-", "-H", "content-type: application/json", "-H", "x-max-queue-wait-s: 5"]
+        body, url = json.dumps(chat()), bench.stack.url + CHAT
+        run = await asyncio.to_thread(
+            subprocess.run, [*command, "-d", body, url], capture_output=True, text=True, timeout=30, check=True
+        )
+    head, _, told = run.stdout.partition("\n\n")
+    assert head.startswith("HTTP/1.1 429")
+    assert "retry-after: " in head
+    assert json.loads(told)["error"]["code"] == "queue_wait_exceeded"
+
+
+async def test_in_shadow_mode_what_would_be_refused_is_served_and_counted() -> None:
+    engine = quick("a", prefill_us_per_token=1000 * MS_PER_TOKEN, max_num_batched_tokens=256)
+    pool = {"learning": {"min_samples": 3}, "admission": {"mode": "shadow"}}
+    async with running([engine], pool=pool) as bench:
+        await bench.learn(tokens=(100, 800, 5000))
+        long = asyncio.create_task(bench.post(chat(words(9000, "long"))))
+
+        async def booked() -> bool:
+            return bool((await bench.worker("a"))["prefill_tokens_ahead"])
+
+        await until(booked, 5, "queue")
+        answer = await bench.post(chat(max_queue_wait_s=5))
+        assert (answer.status, answer.complete) == (200, True)
+        assert (await long).status == 200
+        assert await bench.metric("headway_refusals_total", reason="queue_wait", carried_out="shadow") == 1
+
+        async def graded() -> bool:
+            return await bench.metric("headway_refusals_graded_total", carried_out="shadow", verdict="right") == 1
+
+        await until(graded, 15, "grade")
 
 
 @pytest.mark.parametrize("wrong", [0, 4.99, 301, -5, "ten", True, [5], {}])
