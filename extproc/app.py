@@ -7,6 +7,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +18,15 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from extproc.admin import Admin
 from extproc.config import Config, PoolConfig, Recording, WorkerConfig
+from extproc.engine_pages import About, Events
 from extproc.judge import Judge, Pool
-from extproc.kv_feed import KvFeed
+from extproc.kv_feed import REPLAYS_AT_ONCE, KvFeed, port_of_rank
 from extproc.learned_store import LearnedStore
 from extproc.ledger import Ledger
 from extproc.log import JsonLog
 from extproc.metrics import FleetCollector, Metrics
 from extproc.model_files import load_pool_text
-from extproc.probe import Probe
+from extproc.probe import Probe, Watchers
 from extproc.prompt_reader import PromptReader
 from extproc.recorder import Recorder, open_recording
 from extproc.request_reader import RequestReader
@@ -33,6 +35,7 @@ from extproc.session import Patience
 from predictor.admission import AdmissionPolicy, Mode, OnReject, RetryPolicy
 from predictor.engines.vllm import Settings
 from predictor.fairness import FairnessPolicy
+from predictor.feed_state import Trust
 from predictor.fleet import Fleet, PoolPolicy, Ticket, WorkerSpec
 from predictor.hindsight import GuardPolicy
 from predictor.prefill_cost import LearningPolicy
@@ -40,6 +43,25 @@ from predictor.prompt import BlockHasher
 from predictor.routing import Prefer, RoutingPolicy
 
 _HOUSEKEEPING_S = 1.0
+# Before background work that failed by a fault of ours begins again.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+
+@dataclass(slots=True)
+class _Engine:
+    """One endpoint, the workers that it is, and what runs for it."""
+
+    pool: str
+    config: WorkerConfig
+    names: dict[int | None, str]  # by data-parallel rank; None: all of them as one
+    feeds: dict[str, KvFeed] = field(default_factory=dict)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    probe: Probe | None = None
+
+    def contact(self, up: bool) -> None:
+        """A feed has found or lost its engine."""
+        if not up and self.probe is not None:
+            self.probe.nudge()
 
 
 class App:
@@ -120,7 +142,10 @@ class App:
         self._server = Server(processor, AccessLog(ledger, metrics, log))
         self._admin = Admin(fleet, registry, clock)
         self._zmq = zmq.asyncio.Context()
+        self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._silent: set[str] = set()  # workers whose silence was logged
+        self._engines: dict[str, _Engine] = {}
 
     async def start(self) -> tuple[int, int]:
         """Starts everything, and returns the ports that it listens on: gRPC and admin."""
@@ -128,10 +153,10 @@ class App:
             if self._store is not None:
                 self._store.recall_pool(pool.name)
             for worker in pool.workers:
-                self._join(pool.name, worker)
-        self._keep_running("housekeeping", self._housekeeping())
+                self._join(pool.name, worker, worker.data_parallel_ranks)
+        self._keep_running("housekeeping", self._housekeeping)
         if self._store is not None:
-            self._keep_running("learned_store", self._keep_learned(self._store))
+            self._keep_running("learned_store", partial(self._keep_learned, self._store))
         admin_host, admin_port = _host_port(self._config.listen.admin)
         admin_port = await self._admin.start(admin_host, admin_port)
         grpc_port = await self._server.start(self._config.listen.grpc)
@@ -158,35 +183,76 @@ class App:
         self._log("stopped")
         self._log.close()
 
-    def _join(self, pool: str, worker: WorkerConfig) -> None:
+    def _join(self, pool: str, worker: WorkerConfig, ranks: int | None = None) -> None:
+        """Takes in an engine, as one worker or as one for each of its data-parallel ranks."""
+        names: dict[int | None, str] = {None: worker.name}
+        if ranks is not None:
+            names = {rank: f"{worker.name}/{rank}" for rank in range(ranks)}
+        engine = self._engines[worker.name] = _Engine(pool, worker, names)
         settings = worker.settings.for_engine()
-        cache, adapters = worker.cache.for_engine(), frozenset(worker.adapters)
-        spec = WorkerSpec(worker.name, worker.endpoint, settings, worker.cluster, adapters, cache)
-        self._fleet.join(pool, spec)
-        recorder = self._recorder
-        if recorder is not None:
-            recorder.worker(pool, worker.name, settings)
-        if self._store is not None:
-            self._store.worker_joined(worker.name)
-        if worker.kv_events is not None:
-            feed = KvFeed(
-                worker.name, worker.kv_events, worker.kv_replay, self._fleet, self._metrics, self._zmq, recorder
-            )
-            self._keep_running("kv_feed", feed.run())
+        for rank, name in names.items():
+            cache, adapters = worker.cache.for_engine(), frozenset(worker.adapters)
+            spec = WorkerSpec(name, worker.endpoint, settings, worker.cluster, adapters, cache, rank)
+            self._fleet.join(pool, spec)
+            if self._recorder is not None:
+                self._recorder.worker(pool, name, settings)
+            if self._store is not None:
+                self._store.worker_joined(name)
+            if worker.kv_events is None:
+                self._fleet.set_trust(name, Trust.LOST, 0.0)
+            else:
+                replay = None if worker.kv_replay is None else port_of_rank(worker.kv_replay, rank or 0)
+                self._follow(engine, name, Events(port_of_rank(worker.kv_events, rank or 0), replay))
         if self._config.probe.interval_s > 0:
-            probe = Probe(
-                worker.name,
-                worker.endpoint,
-                settings,
-                self._config.probe.interval_s,
-                self._fleet,
-                self._metrics,
+            watchers = Watchers(
                 self._engine_ended,
-                self._clock,
                 self._engine_up,
                 partial(self._engine_settings, pool),
+                partial(self._engine_restarted, engine),
+                partial(self._engine_about, engine),
             )
-            self._keep_running("probe", probe.run())
+            interval_s = self._config.probe.interval_s
+            probe = engine.probe = Probe(
+                names, worker.endpoint, settings, interval_s, self._fleet, self._metrics, self._clock, watchers
+            )
+            engine.tasks.append(self._keep_running("probe", probe.run))
+
+    def _follow(self, engine: _Engine, name: str, events: Events) -> None:
+        feed = KvFeed(
+            name,
+            events.endpoint,
+            events.replay,
+            self._fleet,
+            self._metrics,
+            self._zmq,
+            self._replays,
+            engine.contact,
+            self._recorder,
+        )
+        engine.feeds[name] = feed
+        engine.tasks.append(self._keep_running("kv_feed", feed.run))
+
+    def _engine_about(self, engine: _Engine, about: About) -> None:
+        """How many ranks it has, and where their events are: what the config leaves open is taken from the engine."""
+        config = engine.config
+        if config.data_parallel_ranks is None and None in engine.names and (about.ranks or 1) > 1:
+            self._log("engine_ranks", worker=config.name, ranks=about.ranks)
+            for task in engine.tasks:
+                task.cancel()
+            for name in engine.names.values():
+                self._ledger.given_up(self._fleet.leave(name), "ranks")
+            self._join(engine.pool, config, about.ranks)
+            engine = self._engines[config.name]
+        for rank, name in engine.names.items():
+            events = about.events.get(rank or 0)
+            if events is not None and name not in engine.feeds:
+                self._follow(engine, name, events)
+
+    def _engine_restarted(self, engine: _Engine, worker: str) -> None:
+        self._log("engine_restarted", worker=worker)
+        feed = engine.feeds.get(worker)
+        if feed is not None:
+            feed.doubt("restart_told")
 
     def _engine_up(self, worker: str, up: bool) -> None:
         self._log("engine_up" if up else "engine_down", worker=worker)
@@ -216,20 +282,30 @@ class App:
             self._ledger.given_up(expired, "age")
             self._ledger.look_back()
             self._ledger.give_up_silent()
+            silent = set(self._fleet.silent_workers())
+            for worker in silent - self._silent:
+                self._log("feed_silent", worker=worker)
+            self._silent = silent
 
-    def _keep_running(self, what: str, work: Coroutine[None, None, None]) -> None:
-        """Background work: a fault in it is counted and logged, and costs only what that work did."""
+    def _keep_running(self, what: str, work: Callable[[], Coroutine[None, None, None]]) -> asyncio.Task[None]:
+        """Background work: a fault in it is counted and logged, and a while later it begins again."""
 
         async def guarded() -> None:
-            try:
-                await work
-            except Exception:
-                self._metrics.bugs.labels(what).inc()
-                self._log("bug", where=what, trace=traceback.format_exc())
+            pause_s = _FIRST_PAUSE_S
+            while True:
+                try:
+                    await work()
+                    return
+                except Exception:
+                    self._metrics.bugs.labels(what).inc()
+                    self._log("bug", where=what, trace=traceback.format_exc())
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
         task = asyncio.create_task(guarded(), name=what)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _recorder(

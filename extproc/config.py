@@ -18,6 +18,13 @@ from predictor.kv_events import Tier
 from predictor.pool_cache import CacheSpec
 
 _DEFAULTS = Settings()
+# vLLM's OpenAI server, by device: tokens a step, sequences. The first row since 0.28; A100 counts as "gpu".
+_BATCH_DEFAULTS = {
+    "gpu-160gib": (16384, 1024),
+    "gpu-70gib": (_DEFAULTS.max_num_batched_tokens, _DEFAULTS.max_num_seqs),
+    "gpu": (2048, 256),
+    "cpu": (2048, 128),
+}
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _YEAR_S = 366 * 86400.0
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
@@ -150,15 +157,23 @@ class Fairness(_Section, frozen=True):
 
 
 class EngineSettings(_Section, frozen=True):
+    """What an engine runs with. `device` gives vLLM's defaults for what is not said (0.32's `get_batch_defaults`)."""
+
     block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = _DEFAULTS.block_size
     num_gpu_blocks: _Positive | None = None
-    max_num_batched_tokens: _Positive = _DEFAULTS.max_num_batched_tokens
-    max_num_seqs: _Positive = _DEFAULTS.max_num_seqs
+    max_num_batched_tokens: _Positive | None = None
+    max_num_seqs: _Positive | None = None
     long_prefill_token_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_model_len: _Positive | None = None
+    device: Literal["gpu-160gib", "gpu-70gib", "gpu", "cpu"] = "gpu-70gib"
 
     def for_engine(self) -> Settings:
-        return Settings(**msgspec.structs.asdict(self))
+        tokens, seqs = _BATCH_DEFAULTS[self.device]
+        told = msgspec.structs.asdict(self)
+        del told["device"]
+        told["max_num_batched_tokens"] = self.max_num_batched_tokens or tokens
+        told["max_num_seqs"] = self.max_num_seqs or seqs
+        return Settings(**told)
 
 
 class CacheConfig(_Section, frozen=True):
@@ -192,6 +207,7 @@ class WorkerConfig(_Section, frozen=True):
     cluster: _Name | None = None
     kv_events: _Zmq | None = None
     kv_replay: _Zmq | None = None
+    data_parallel_ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     adapters: list[_Name] = []
     settings: EngineSettings = EngineSettings()
     cache: CacheConfig = CacheConfig()
@@ -424,7 +440,7 @@ def notes(config: Config) -> Iterator[str]:
             yield f"{place}: without a tokenizer prompts are estimated, and caches are not credited"
         for worker in pool.workers:
             if worker.kv_events is None:
-                yield f"{place}, worker {worker.name!r}: without kv_events its cache is not known"
+                yield f"{place}, worker {worker.name!r}: without kv_events only engines that name them are followed"
             elif worker.kv_replay is None:
                 yield f"{place}, worker {worker.name!r}: without kv_replay lost events cannot be made good"
             if not _is_address(worker.endpoint):

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from predictor.feed_state import Trust
 from predictor.fleet import Fleet
 from predictor.grading import CacheVerdict, Grade
 
@@ -135,7 +136,10 @@ class FleetCollector(Collector):
             "wait_s": "Predicted wait of a newcomer",
             "cached_blocks": "Blocks known to be cached",
             "up": "1 if the probe reaches the engine",
-            "feed_trusted": "1 if the event feed is complete",
+            "feed_trusted": "1 if the cache view is complete (feed is live)",
+            "feed_coverage": "Share of the engine's event batches that the cache view follows without a hole",
+            "feed_agreement": "Share of the cache view's promises that the engine has kept lately",
+            "feed_silent": "1 if the engine serves traffic that must have filled its cache, and sends no events",
         }
         for key, text in gauges.items():
             name = "headway_worker_" + key.removesuffix("_s") + ("_seconds" if key.endswith("_s") else "")
@@ -144,3 +148,11 @@ class FleetCollector(Collector):
                 for worker_name, worker in pool["workers"].items():
                     gauge.add_metric([pool_name, worker_name], float(worker[key]))
             yield gauge
+        feed = GaugeMetricFamily(
+            "headway_worker_feed", "1 for the state that the event feed is in", labels=["pool", "worker", "state"]
+        )
+        for pool_name, pool in pools.items():
+            for worker_name, worker in pool["workers"].items():
+                for state in Trust:
+                    feed.add_metric([pool_name, worker_name, state.value], float(worker["feed"] == state.value))
+        yield feed

@@ -1,99 +1,84 @@
-"""What an engine says of itself: whether it is there, how much it has in progress, and how large its cache is.
+"""Asks one engine how it is: whether it is there, how much it has in progress, what it is and how large its cache is.
 
-Asked politely, off the request path: every few seconds, jittered, with a short time box. Nothing waits for a probe.
+Politely and off the request path: every few seconds, jittered, with a short time box, and the pages that hardly ever
+change once a minute. Nothing waits for a probe.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from typing import Any
 
 import aiohttp
 
+from extproc.engine_pages import (
+    About,
+    RankState,
+    merged,
+    read_sglang_info,
+    read_sglang_loads,
+    read_vllm_about,
+    read_vllm_metrics,
+)
 from extproc.metrics import Metrics
 from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, Ticket
-from predictor.prompt import MAX_BLOCK_SIZE
 
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _MAX_BYTES = 8 << 20
 _FAILURES_UNTIL_DOWN = 2
-# More than any engine has; what is beyond is no number to reckon with.
-_MOST_REQUESTS, _MOST_BLOCKS = 1_000_000, 1_000_000_000
-_GAUGE = re.compile(rb"^vllm:num_requests_(?:running|waiting)(?:\{[^\n]*\})? (\S+)", re.MULTILINE)
-_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
-_LABEL = re.compile(rb'(\w+)="([^"]*)"')
+# One lost answer is no proof, and a hung engine takes requests meanwhile.
+_AGAIN_S = 0.5
+_ABOUT_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class EngineState:
-    """What vLLM's `/metrics` shows; None where it does not."""
+class Watchers:
+    """Who is told what a probe finds. Workers are named, not endpoints."""
 
-    in_progress: int | None
-    block_size: int | None
-    num_gpu_blocks: int | None
-
-
-def read_vllm_metrics(text: bytes) -> EngineState:
-    """Reads the few lines that matter of vLLM's Prometheus text (names as of 0.10-0.33); ranks are added up."""
-    gauges = [_number(value) for value in _GAUGE.findall(text)]
-    known = [value for value in gauges if value is not None]
-    config = _CACHE_CONFIG.search(text)
-    labels = dict(_LABEL.findall(config.group(1))) if config else {}
-    return EngineState(
-        # A part of the sum would look like less load than there is.
-        in_progress=round(sum(known)) if known and len(known) == len(gauges) else None,
-        block_size=_count(labels.get(b"block_size"), MAX_BLOCK_SIZE),
-        num_gpu_blocks=_count(labels.get(b"num_gpu_blocks"), _MOST_BLOCKS),
-    )
-
-
-def _number(value: bytes) -> float | None:
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if 0 <= number <= _MOST_REQUESTS else None
-
-
-def _count(value: bytes | None, most: int) -> int | None:
-    if value is None or len(value) > 18 or not value.isdigit():
-        return None
-    return int(value) if 0 < int(value) <= most else None
+    ended: Callable[[list[Ticket]], None]  # tickets that the engine shows to have ended
+    up: Callable[[str, bool], None] = lambda worker, up: None
+    settings: Callable[[str, Settings], None] = lambda worker, settings: None
+    restarted: Callable[[str], None] = lambda worker: None  # counters fell back, or it says so
+    about: Callable[[About], None] = lambda about: None
 
 
 class Probe:
-    """Probes one worker until cancelled. `on_ended` is told of tickets that the engine shows to have ended."""
+    """Probes one endpoint until cancelled. `workers` are its data-parallel ranks; None stands for all of them."""
 
     def __init__(
         self,
-        worker: str,
+        workers: Mapping[int | None, str],
         endpoint: str,
         settings: Settings,
         interval_s: float,
         fleet: Fleet,
         metrics: Metrics,
-        on_ended: Callable[[list[Ticket]], None],
         clock: Callable[[], float],
-        on_up: Callable[[str, bool], None] = lambda worker, up: None,
-        on_settings: Callable[[str, Settings], None] = lambda worker, settings: None,
+        watchers: Watchers,
     ) -> None:
-        self._on_settings = on_settings
-        self._on_up = on_up
-        self._up = True
-        self._worker = worker
-        self._url = f"http://{endpoint}/metrics"
-        self._settings = settings
+        self._workers = dict(workers)
+        self._base = f"http://{endpoint}"
+        self._host = endpoint.rpartition(":")[0]
+        self._settings = dict.fromkeys(self._workers.values(), settings)
         self._interval_s = interval_s
         self._fleet = fleet
         self._metrics = metrics
-        self._on_ended = on_ended
         self._clock = clock
+        self._watchers = watchers
+        self._up = dict.fromkeys(self._workers.values(), True)
         self._failures = 0
+        self._urgent = asyncio.Event()
+        self._about: About | None = None
+        self._about_at_s: float | None = None
+        self._sglang = False
+        self._fingerprint: tuple[object, ...] | None = None
+        self._done: dict[int, float] = {}
 
     async def run(self) -> None:
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
@@ -103,48 +88,109 @@ class Probe:
                 except Exception:
                     # Whatever an engine says, it is asked again.
                     self._metrics.bugs.labels("probe").inc()
-                await asyncio.sleep(self._interval_s * random.uniform(0.8, 1.2))
+                pause_s = self._interval_s * random.uniform(0.8, 1.2)
+                if 0 < self._failures < _FAILURES_UNTIL_DOWN:
+                    pause_s = min(pause_s, _AGAIN_S)
+                self._urgent.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._urgent.wait()
+
+    def nudge(self) -> None:
+        """Something else has seen the engine go: ask now."""
+        self._urgent.set()
 
     async def _ask(self, session: aiohttp.ClientSession) -> None:
         asked_at_s = self._clock()
         try:
-            async with session.get(self._url) as response:
-                if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                    response.raise_for_status()
-                # An engine that shows no metrics is there all the same.
-                text = await _page(response) if response.status == HTTPStatus.OK else b""
+            text = await self._page(session, "/v1/loads" if self._sglang else "/metrics")
         except (aiohttp.ClientError, TimeoutError, OSError):
             self._failures += 1
-            self._metrics.probes.labels(self._worker, "failed").inc()
-            if self._failures >= _FAILURES_UNTIL_DOWN:
-                self._set_up(False)
+            for worker in self._workers.values():
+                self._metrics.probes.labels(worker, "failed").inc()
+                if self._failures >= _FAILURES_UNTIL_DOWN:
+                    self._set_up(worker, False)
             return
         self._failures = 0
-        self._metrics.probes.labels(self._worker, "ok").inc()
-        self._set_up(True)
-        self._take_in(read_vllm_metrics(text), asked_at_s)
+        states = read_sglang_loads(text or b"") if self._sglang else read_vllm_metrics(text or b"")
+        restarted = self._restarted(states)
+        if restarted or self._about_at_s is None or asked_at_s - self._about_at_s > _ABOUT_EVERY_S:
+            self._about_at_s = asked_at_s
+            restarted |= await self._ask_about(session, 0 if self._sglang else len(states))
+        for rank, worker in self._workers.items():
+            self._metrics.probes.labels(worker, "ok").inc()
+            state = merged(states.values()) if rank is None else states.get(rank, RankState())
+            self._take_in(worker, state, asked_at_s)
+            if restarted:
+                self._watchers.restarted(worker)
 
-    def _set_up(self, up: bool) -> None:
-        self._fleet.set_up(self._worker, up)
-        if up != self._up:
-            self._up = up
-            self._on_up(self._worker, up)
+    def _restarted(self, states: Mapping[int, RankState]) -> bool:
+        """Counters only fall back in another process."""
+        back = False
+        for rank, state in states.items():
+            if state.tokens_done is not None:
+                back |= state.tokens_done < self._done.get(rank, 0.0)
+                self._done[rank] = state.tokens_done
+        return back
 
-    def _take_in(self, state: EngineState, asked_at_s: float) -> None:
-        reported = replace(
-            self._settings,
-            block_size=state.block_size or self._settings.block_size,
-            num_gpu_blocks=state.num_gpu_blocks or self._settings.num_gpu_blocks,
-        )
-        if reported != self._settings:
-            self._settings = reported
-            self._fleet.configure(self._worker, reported)
-            self._on_settings(self._worker, reported)
+    async def _ask_about(self, session: aiohttp.ClientSession, vllm_ranks: int) -> bool:
+        """What hardly ever changes; True if it shows another life of the engine."""
+        about: About | None = None
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            info = await self._page(session, "/server_info?config_format=json")
+            about = read_sglang_info(info or b"", self._host)
+            self._sglang = about is not None and not vllm_ranks
+            if about is None and vllm_ranks:
+                version = await self._page(session, "/version")
+                models = await self._page(session, "/v1/models")
+                sources = await self._page(session, "/kv_event_sources")
+                about = read_vllm_about(version, models, sources, info, self._host)
+                about = replace(about, ranks=about.ranks or vllm_ranks)
+        if about is None:
+            return False
+        before, self._about = self._about, about
+        fingerprint = (about.version, about.models, tuple(sorted(about.settings.items())))
+        if self._fingerprint is not None and fingerprint != self._fingerprint:
+            # Another version or another model under the same address is another engine.
+            for worker in self._workers.values():
+                self._fleet.forget(worker)
+        self._fingerprint = fingerprint
+        self._watchers.about(about)
+        return before is not None and before.life != about.life
+
+    async def _page(self, session: aiohttp.ClientSession, path: str) -> bytes | None:
+        """None where there is no such page: an engine without it is there all the same."""
+        async with session.get(self._base + path) as response:
+            if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                response.raise_for_status()
+            return await _whole(response) if response.status == HTTPStatus.OK else None
+
+    def _set_up(self, worker: str, up: bool) -> None:
+        self._fleet.set_up(worker, up)
+        if up != self._up[worker]:
+            self._up[worker] = up
+            self._watchers.up(worker, up)
+
+    def _take_in(self, worker: str, state: RankState, asked_at_s: float) -> None:
+        if not state.awake and self._up[worker]:
+            self._fleet.clear(worker)  # falling asleep empties a cache, and the event comes with the next step
+        self._set_up(worker, state.awake)
+        told: dict[str, Any] = {} if self._about is None else dict(self._about.settings)
+        told |= {
+            name: value
+            for name, value in (("block_size", state.block_size), ("num_gpu_blocks", state.num_gpu_blocks))
+            if value is not None
+        }
+        reported = replace(self._settings[worker], **told)
+        if reported != self._settings[worker]:
+            self._settings[worker] = reported
+            if self._fleet.configure(worker, reported):
+                self._watchers.settings(worker, reported)
         if state.in_progress is not None:
-            self._on_ended(self._fleet.observe_load(self._worker, state.in_progress, asked_at_s, self._clock()))
+            self._watchers.ended(self._fleet.observe_load(worker, state.in_progress, asked_at_s, self._clock()))
 
 
-async def _page(response: aiohttp.ClientResponse) -> bytes:
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
     """The whole body, or nothing where it is larger than any page of metrics: half of one would tell half the load."""
     page = bytearray()
     async for piece in response.content.iter_any():

@@ -16,6 +16,8 @@ SCORES = "x-gateway-destination-endpoint-scores"
 CLUSTER = "x-headway-cluster"
 # For clusters that go wherever a header says (ORIGINAL_DST): one endpoint, and always one of a worker.
 ENDPOINT = "x-headway-endpoint"
+# Which of an engine's data-parallel ranks is to serve a request (vLLM since 0.12, SGLang since 0.5.13).
+RANK = "x-data-parallel-rank"
 # Ours; Envoy copies it into response headers and the access log.
 NAMESPACE = "headway"
 TICKET = "ticket"
@@ -69,9 +71,13 @@ def route(grant: Grant, scores: bool = False, name_one: bool = False) -> Continu
         headers = (*headers, (CLUSTER, grant.cluster))
     if name_one:
         headers = (*headers, (ENDPOINT, grant.endpoints[0]))
+    if grant.rank is not None:
+        headers = (*headers, (RANK, str(grant.rank)))
     return Continue(
         Phase.REQUEST_BODY,
         set_headers=headers,
+        # No caller chooses a rank: its cache and its queue are what was predicted.
+        remove_headers=() if grant.rank is not None else (RANK,),
         clear_route_cache=name_one or grant.cluster is not None,
         dynamic_metadata={
             LB_NAMESPACE: picked,

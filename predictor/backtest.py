@@ -16,6 +16,7 @@ import numpy as np
 from predictor.accuracy import Outcome
 from predictor.clairvoyance import Coming, Costs, Seer
 from predictor.engines.vllm import Settings
+from predictor.feed_state import Trust
 from predictor.fleet import Fleet, PoolPolicy, Ticket, Usage, Wish, WorkerSpec
 from predictor.kv_events import Arrival, FeedCursor
 from predictor.prefill_cost import LearningPolicy
@@ -232,7 +233,7 @@ class Backtest:
         # Endpoints are in no recording; any that differ will do.
         endpoint = f"{record.pool}/{record.worker}"
         self._fleet.join(record.pool, WorkerSpec(record.worker, endpoint, settings))
-        self._fleet.set_trusted(record.worker, trusted=False)
+        self._fleet.set_trust(record.worker, Trust.PARTIAL, 0.0)
         if self._foresight is not None:
             cost = self._foresight.costs.of(record.worker)
             self._fleet.know_cost(record.worker, cost)
@@ -258,9 +259,9 @@ class Backtest:
             # Of a restarted engine nothing is left; of one with a hole in its events nobody knows what is.
             self._leave_out("kv gap" if arrival is Arrival.GAP else "kv restart")
             self._fleet.clear(record.worker)
-            self._fleet.set_trusted(record.worker, trusted=False)
+            self._fleet.set_trust(record.worker, Trust.PARTIAL, 0.0)
         if record.seq == 0:
-            self._fleet.set_trusted(record.worker, trusted=True)
+            self._fleet.set_trust(record.worker, Trust.LIVE, 1.0)
         worker.feed.applied(record.seq)
         self._fleet.apply(record.worker, batch_of(record, worker.settings.block_size), record.t)
 

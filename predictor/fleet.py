@@ -32,6 +32,7 @@ from predictor.admission import (
 from predictor.arrivals import RecentArrivals
 from predictor.engines.vllm import Sequence, Settings, room_beside
 from predictor.fairness import FairnessPolicy, TenantUse
+from predictor.feed_state import Trust
 from predictor.forecast import Forecast, forecast
 from predictor.grading import CacheVerdict, Grade, grade, judge_cache
 from predictor.hindsight import Guard, GuardPolicy, Hindsight, Review, Watched, review_shadow
@@ -73,6 +74,7 @@ class WorkerSpec:
     cluster: str | None = None  # Envoy's name for it, where routes choose clusters
     adapters: frozenset[str] = frozenset()  # LoRA adapters that it has loaded
     cache: CacheSpec = field(default_factory=CacheSpec)
+    rank: int | None = None  # of the endpoint's data-parallel engines; None: it has one, or chooses itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class Grant:
     why: Why
     cluster: str | None = None  # of the chosen one, where routes choose clusters
     would_refuse: Refusal | None = None  # in shadow mode
+    rank: int | None = None  # of the chosen one, and of whom to fall back to
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,8 @@ class _Worker:
     runs: list[StoredRun] = field(default_factory=list)  # of a batch that has come in part
     due: list[tuple[float, str]] = field(default_factory=list)  # a heap: when a ticket's interval ends
     up: bool = True
-    trusted: bool = True  # the event feed is complete
+    trusted: bool = True  # the cache view is live
+    comings_and_goings: int = 0
     tickets: dict[str, Ticket] = field(default_factory=dict)
     backing_off_until_s: float = 0.0  # the engine has said that it is full
     foreign_load: bool = False  # the engine has more in progress than came through us
@@ -333,6 +337,15 @@ class Fleet:
         known.shadow.set_cost(known.cost.cost)
         return True
 
+    def forget(self, worker: str) -> None:
+        """What was learned of this worker was of another engine."""
+        home = self._pool_of[worker]
+        known = home.workers[worker]
+        known.cost.forget()
+        known.calibration.forget()
+        known.shadow.set_cost(known.cost.cost)
+        home.cache.correction(worker).forget()
+
     def set_up(self, worker: str, up: bool) -> None:
         self._pool_of[worker].workers[worker].up = up
 
@@ -399,8 +412,21 @@ class Fleet:
         """What this worker's cache holds is not known any more."""
         self._pool_of[worker].cache.clear(worker)
 
-    def set_trusted(self, worker: str, trusted: bool) -> None:
-        self._pool_of[worker].workers[worker].trusted = trusted
+    def set_trust(self, worker: str, trust: Trust, coverage: float) -> None:
+        """How far the view can be believed, and the share of the engine's history that it follows."""
+        home = self._pool_of[worker]
+        view = home.cache.view(worker)
+        view.trust, view.coverage = trust, coverage
+        home.workers[worker].trusted = trust is Trust.LIVE
+
+    def activity(self, worker: str) -> tuple[int, bool]:
+        """How many requests have come to it and ended, and whether it has something to do now."""
+        known = self._pool_of[worker].workers[worker]
+        return known.comings_and_goings, bool(known.tickets) or known.foreign_load
+
+    def silent_workers(self) -> list[str]:
+        """Workers that serve traffic which must have filled their caches, and send no events."""
+        return [name for home in self._pools.values() for name in home.workers if home.cache.view(name).silent]
 
     # Requests
 
@@ -439,10 +465,12 @@ class Fleet:
         hashes = home.cache.hashes(chosen.worker, prompt)
         ticket = self._book(home, server, chosen, wish, hashes, now_s)
         ticket.would_refuse = refusal
-        home.cache.book(chosen.worker, ticket.id, prompt, reuse[chosen.worker].by_rule)
-        endpoints = tuple(home.workers[candidate.forecast.worker].spec.endpoint for candidate in choice.ranked)
-        cluster = home.workers[chosen.worker].spec.cluster
-        return Grant(ticket, endpoints, forecasts, choice.why, cluster, refusal)
+        expected = reuse[chosen.worker]
+        home.cache.book(chosen.worker, ticket.id, prompt, expected.by_rule, expected.promised)
+        specs = [home.workers[candidate.forecast.worker].spec for candidate in choice.ranked]
+        return Grant(
+            ticket, _endpoints(specs), forecasts, choice.why, server.spec.cluster, refusal, rank=server.spec.rank
+        )
 
     def place_on(self, worker: str, prompt: Prompt, wish: Wish, now_s: float) -> Ticket:
         """Forecasts and books on this worker, whoever else would be better: where a recording says that it went."""
@@ -453,7 +481,7 @@ class Fleet:
         priced = self._prospect(server, prompt, reuse, 0, None, waited_s, now_s).forecast
         hashes = home.cache.hashes(worker, prompt)
         ticket = self._book(home, server, priced, wish, hashes, now_s)
-        home.cache.book(worker, ticket.id, prompt, reuse.by_rule)
+        home.cache.book(worker, ticket.id, prompt, reuse.by_rule, reuse.promised)
         return ticket
 
     def know_cost(self, worker: str, cost: StepCost) -> None:
@@ -514,9 +542,12 @@ class Fleet:
         self._reviewed(home, worker.hindsight.before(now_s))
         del worker.tickets[ticket_id]
         worker.kv_tokens -= ticket.kv_tokens
+        worker.comings_and_goings += 1
         judged = ticket.first_token_at_s is not None and not ticket.moved and not retried
         if judged and usage.cached_tokens is not None:
             home.cache.learn(ticket.worker, ticket_id, usage.cached_tokens)
+        if judged:
+            home.cache.served(ticket.worker, ticket_id, _told_length(ticket, usage), usage.cached_tokens)
         seen_tokens = home.cache.release(ticket.worker, ticket_id)
         worker.shadow.finish(ticket_id, now_s, usage.output_tokens)
         self._look_back(home, worker, now_s)
@@ -616,10 +647,15 @@ class Fleet:
     def _worker_view(self, pool: _Pool, worker: _Worker, now_s: float) -> dict[str, object]:
         timeline = worker.shadow.timeline(now_s)
         cost, settings = worker.cost.cost, worker.settings
+        view = pool.cache.view(worker.spec.name)
         return {
             "endpoint": worker.spec.endpoint,
             "up": worker.up,
-            "feed_trusted": worker.trusted,
+            "feed": view.trust.value,
+            "feed_trusted": view.trust is Trust.LIVE,
+            "feed_coverage": round(view.coverage, 4),
+            "feed_agreement": round(view.agreement, 4),
+            "feed_silent": view.silent,
             "in_flight": len(worker.tickets),
             "prefilling": worker.shadow.prefilling,
             "decoding": worker.shadow.decoding,
@@ -800,6 +836,7 @@ class Fleet:
         worker.arrivals.add(now_s, priced.prompt_tokens - priced.cached_tokens)
         worker.tickets[ticket.id] = ticket
         worker.kv_tokens += ticket.kv_tokens
+        worker.comings_and_goings += 1
         self._tickets[ticket.id] = ticket
         if wish.streaming:
             heapq.heappush(worker.due, (now_s + priced.high_s - priced.already_waited_s, ticket.id))
@@ -810,7 +847,8 @@ class Fleet:
         """Envoy fell back to another endpoint: the booking goes where the request is."""
         ticket.moved = True
         home = self._pool_of[ticket.worker]
-        server = next((w for w in home.workers.values() if w.spec.endpoint == served_endpoint), None)
+        there = [w for w in home.workers.values() if w.spec.endpoint == served_endpoint]
+        server = next((w for w in there if w.spec.rank == chosen.spec.rank), there[0] if there else None)
         if server is None:
             chosen.shadow.first_token(ticket.id, now_s)
             self._look_back(home, chosen, now_s)
@@ -861,6 +899,20 @@ def _count_overdue(worker: _Worker, tickets: Mapping[str, Ticket], now_s: float)
         if ticket is not None and ticket.first_token_at_s is None and ticket.worker == worker.spec.name:
             ticket.overdue = True
             worker.calibration.overdue(ticket.forecast.kind)
+
+
+def _told_length(ticket: Ticket, usage: Usage) -> int | None:
+    """The tokens of the prompt, if they are known for certain."""
+    if usage.prompt_tokens is not None or not ticket.forecast.exact_tokens:
+        return usage.prompt_tokens
+    return ticket.forecast.prompt_tokens
+
+
+def _endpoints(ranked: Iterable[WorkerSpec]) -> tuple[str, ...]:
+    """The chosen one's, and those that can take its place: a request names one rank, wherever it falls back to."""
+    specs = list(ranked)
+    fits = [spec for spec in specs if specs[0].rank is None or spec.rank == specs[0].rank]
+    return tuple(dict.fromkeys(spec.endpoint for spec in fits))
 
 
 def _spoil_samples(worker: _Worker) -> None:

@@ -14,7 +14,7 @@ import hashlib
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ _OTHER_KINDS = frozenset({
     "cross_attention", "unknown",
 })  # fmt: skip
 _MASK = (1 << 64) - 1
+_PIECE_BYTES = 1 << 16
 _NO_FIELDS: Mapping[str, object] = {}
 _Place = tuple[object, object, object]
 
@@ -122,18 +123,39 @@ def decode_batch(payload: bytes) -> Batch:
 
     Raises MalformedBatch when nothing of it can be read.
     """
+    timestamp_s, items, rank = _unpack(payload)
+    return _read(timestamp_s, items, rank)
+
+
+def decode_pieces(payload: bytes, most_events: int) -> Iterator[Batch]:
+    """The same, at most so many events at a time, and fewer of long ones, for who must not be kept long.
+
+    Raises MalformedBatch at once, and never while the pieces are taken.
+    """
+    timestamp_s, items, rank = _unpack(payload)
+    events = max(1, min(most_events, _PIECE_BYTES * len(items) // max(1, len(payload))))
+    return (_read(timestamp_s, items[start : start + events], rank) for start in range(0, len(items), events))
+
+
+def _unpack(payload: bytes) -> tuple[float | None, list[object], int | None]:
     try:
         raw = msgspec.msgpack.decode(payload, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedBatch(f"not msgpack: {error}") from error
     if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[1], list):
         raise MalformedBatch("expected an array [timestamp, events, rank]")
+    timestamp_s = float(raw[0]) if isinstance(raw[0], (int, float)) else None
+    rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
+    return timestamp_s, raw[1], rank
+
+
+def _read(timestamp_s: float | None, items: list[object], rank: int | None) -> Batch:
     events: list[KvEvent] = []
     skipped: Counter[str] = Counter()
     removals: list[tuple[int, list[list[int]]]] = []  # an event, and the hashes of those that go with it
     more: list[list[int]] = []
     place: _Place | None = None  # of the removal before, as it stands there
-    for item in raw[1]:
+    for item in items:
         if isinstance(item, dict) and item.get("type") == "BlockRemoved":
             # vLLM tells one evicted block an event, hundreds in a row: those of one place are read at a glance.
             if place is not None and place == _place(item) and _only_hashes(item.get("block_hashes")):
@@ -155,9 +177,7 @@ def decode_batch(payload: bytes) -> Batch:
             assert isinstance(first, Removed)
             hashes = itertools.chain(first.hashes, itertools.chain.from_iterable(others))
             events[at] = Removed(tuple(hashes), first.tier, first.group)
-    timestamp = float(raw[0]) if isinstance(raw[0], (int, float)) else None
-    rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
-    return Batch(timestamp, tuple(events), rank, skipped)
+    return Batch(timestamp_s, tuple(events), rank, skipped)
 
 
 def _place(item: Mapping[str, object]) -> _Place:

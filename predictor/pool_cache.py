@@ -17,6 +17,7 @@ from predictor.prefixes_ahead import PrefixesAhead
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
 from predictor.reuse_correction import ReuseCorrection
 from predictor.stored_run import StoredRun
+from predictor.trust import ViewTrust
 
 # Stores in a row that are hashed in another way than was assumed, before that is believed over what came before.
 _STRANGERS = 4
@@ -44,6 +45,7 @@ class Reuse(NamedTuple):
     storage_tokens: int = 0
     load_s: float = 0.0
     by_rule: int = 0  # what the rule alone says, before what was learned from the engine's reports
+    promised: int = 0  # what the rule says of all that the view shows, whatever it is worth
 
     @property
     def tokens(self) -> int:
@@ -59,7 +61,9 @@ class _Cache:
     ahead: PrefixesAhead = field(default_factory=PrefixesAhead)
     first_stored: FirstStored = field(default_factory=FirstStored)
     correction: ReuseCorrection = field(default_factory=ReuseCorrection)
-    credited: dict[str, int] = field(default_factory=dict)  # request -> tokens by the rule, when it came
+    view: ViewTrust = field(default_factory=ViewTrust)
+    # Of each request, when it came: tokens by the rule, and those of all that the view showed.
+    credited: dict[str, tuple[int, int]] = field(default_factory=dict)
     strangers: int = 0  # stores in a row of another hash family
 
 
@@ -96,7 +100,13 @@ class PoolCache:
 
     def clear(self, worker: str) -> None:
         """What the worker holds is not known any more."""
-        self._indexes[self._caches[worker].family].clear(worker)
+        cache = self._caches[worker]
+        self._indexes[cache.family].clear(worker)
+        cache.view.cleared()
+
+    def view(self, worker: str) -> ViewTrust:
+        """How far the worker's view is believed."""
+        return self._caches[worker].view
 
     @property
     def families(self) -> set[HashFamily]:
@@ -117,6 +127,7 @@ class PoolCache:
     def apply_event(self, worker: str, event: KvEvent) -> int | None:
         """Of blocks that were stored on a device and have their place, our hash of the first."""
         cache = self._caches[worker]
+        cache.view.announced()
         if isinstance(event, Stored) and event.tier is Tier.DEVICE:
             self._look_at_family(worker, cache, event)
         first = self._indexes[cache.family].apply(worker, event)
@@ -147,6 +158,8 @@ class PoolCache:
 
     def _reuse(self, cache: _Cache, prompt: Prompt, run: TieredRun) -> Reuse:
         size = cache.family.block_size
+        promised = cache.rule.reusable_tokens(run.blocks * size, size, prompt.token_count)
+        run = _first_blocks(run, cache.view.credited(run.blocks))
         device, host, storage = run
         if cache.rule.shares_in_flight and len(cache.ahead):
             device = cache.ahead.run(prompt.hashes.get(cache.family, _NO_HASHES), device)
@@ -155,12 +168,12 @@ class PoolCache:
         by_rule = cache.rule.reusable_tokens((device + host + storage) * size, size, prompt.token_count)
         tokens = cache.correction.apply(by_rule, size)
         if not host and not storage:
-            return Reuse(tokens, 0, 0, 0.0, by_rule)
+            return Reuse(tokens, 0, 0, 0.0, by_rule, promised)
         on_device = min(tokens, device * size)
         on_host = min(tokens - on_device, host * size)
         on_storage = tokens - on_device - on_host
         load_s = on_host * cache.spec.host_s_per_token + on_storage * cache.spec.storage_s_per_token
-        return Reuse(on_device, on_host, on_storage, load_s, by_rule)
+        return Reuse(on_device, on_host, on_storage, load_s, by_rule, promised)
 
     def hashes(self, worker: str, prompt: Prompt) -> BlockHashes:
         """Of the prompt's full blocks, as the worker divides it."""
@@ -170,10 +183,13 @@ class PoolCache:
         """How many of these blocks, from the first on, are known to be on the worker's device."""
         return self._indexes[self._caches[worker].family].match(hashes)[worker].device
 
-    def book(self, worker: str, request_id: str, prompt: Prompt, by_rule_tokens: int) -> None:
+    def book(
+        self, worker: str, request_id: str, prompt: Prompt, by_rule_tokens: int, promised_tokens: int | None = None
+    ) -> None:
         """The request goes to this worker: its blocks will be there."""
         cache = self._caches[worker]
-        cache.credited[request_id] = by_rule_tokens
+        promised = by_rule_tokens if promised_tokens is None else promised_tokens
+        cache.credited[request_id] = by_rule_tokens, promised
         hashes = prompt.hashes.get(cache.family, _NO_HASHES)
         cache.ahead.add(request_id, hashes)
         cache.first_stored.add(request_id, hashes)
@@ -190,7 +206,18 @@ class PoolCache:
         """What an engine reports to have reused for a request in flight, against what its rule had said."""
         cache = self._caches[worker]
         if request_id in cache.credited:
-            cache.correction.observe(cache.credited[request_id], reused_tokens)
+            by_rule, promised = cache.credited[request_id]
+            cache.correction.observe(by_rule, reused_tokens)
+            cache.view.compare(promised, reused_tokens)
+
+    def served(self, worker: str, request_id: str, prompt_tokens: int | None, cached_tokens: int | None) -> None:
+        """A request in flight was served: what of its prompt was not cached, the engine must have stored and said."""
+        cache = self._caches[worker]
+        if prompt_tokens is None or request_id not in cache.credited:
+            return
+        cached = cache.credited[request_id][1] if cached_tokens is None else cached_tokens
+        size = cache.family.block_size
+        cache.view.served(prompt_tokens // size - cached // size)
 
     # Views
 
@@ -237,3 +264,12 @@ class PoolCache:
         self._leave_index(worker, cache)
         cache.family, cache.strangers = family, 0
         self._enter(worker, cache)
+
+
+def _first_blocks(run: TieredRun, blocks: int) -> TieredRun:
+    """Of a run only so many blocks: first those of the device."""
+    if blocks >= run.blocks:
+        return run
+    device = min(run.device, blocks)
+    host = min(run.host, blocks - device)
+    return TieredRun(device, host, min(run.storage, blocks - device - host))

@@ -189,17 +189,28 @@ async def mirrored(bench: Bench) -> bool:
     return True
 
 
-@pytest.mark.parametrize("fields", [{"drop_batches": 3}, {"duplicate_batches": 5}], ids=json.dumps)
-async def test_the_mirror_is_right_again_after_trouble_in_the_feed(bench: Bench, fields: dict[str, Any]) -> None:
-    """A batch that comes again is taken for a restarted engine's, and everything is asked for: right, if not cheap."""
+@pytest.mark.parametrize(
+    ("fields", "counter"),
+    [
+        ({"drop_batches": 3}, "headway_kv_feed_faults_total"),
+        ({"duplicate_batches": 5}, "headway_kv_batches_total"),
+    ],
+    ids=["lost", "repeated"],
+)
+async def test_the_mirror_is_right_again_after_trouble_in_the_feed(
+    bench: Bench, fields: dict[str, Any], counter: str
+) -> None:
     await bench.post(chat(words(300, f"before {fields}")))
     await until(lambda: mirrored(bench), 15, "mirror")
-    faults = await bench.metric("headway_kv_feed_faults_total")
+    kind = {"result": "repeated"} if "duplicate_batches" in fields else {"kind": "gap"}
+    seen = await bench.metric(counter, **kind)
+    restarts = await bench.metric("headway_kv_feed_faults_total", kind="restart")
     await fault(bench, **fields)
     await asyncio.gather(*(bench.post(chat(words(200, f"{number} {fields}"), max_tokens=40)) for number in range(12)))
     await bench.settled()
     await until(lambda: mirrored(bench), 20, "mirror")
-    assert await bench.metric("headway_kv_feed_faults_total") > faults
+    assert await bench.metric(counter, **kind) > seen
+    assert await bench.metric("headway_kv_feed_faults_total", kind="restart") == restarts
 
 
 async def test_numbers_that_are_lost_for_good_cost_trust_until_the_engine_begins_anew(bench: Bench) -> None:

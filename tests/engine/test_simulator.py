@@ -11,7 +11,7 @@ import pytest
 
 from enginesim.process import EngineProcess
 from enginesim.words import text, vocabulary
-from extproc.probe import read_vllm_metrics
+from extproc.engine_pages import merged, read_vllm_metrics
 from tests.engine.harness import MODEL, TOPIC, RealEngine, http_request
 from tests.engine.mirror import CHAT, COMPLETIONS, Witness, replay
 from tests.engine.test_tokens import CONVERSATIONS, HELLO, TOOLS
@@ -145,8 +145,9 @@ async def test_the_simulators_metrics_are_the_engines(engine: RealEngine, simula
         assert family in real, f"{family} is the simulator's invention"
         assert labels <= real[family], f"{family} has labels of the simulator's invention"
         assert labels == real[family] or family == "vllm:cache_config_info"
-    assert read_vllm_metrics(pages[1].encode()) == read_vllm_metrics(pages[0].encode())
-    assert read_vllm_metrics(pages[0].encode()).num_gpu_blocks == engine.settings.num_gpu_blocks
+    states = [merged(read_vllm_metrics(page.encode()).values()) for page in pages]
+    assert states[1] == states[0]
+    assert states[0].num_gpu_blocks == engine.settings.num_gpu_blocks
 
 
 async def test_both_tell_of_themselves_alike(engine: RealEngine, simulated: EngineProcess) -> None:

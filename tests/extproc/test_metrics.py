@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.metrics import Metrics
+from predictor.feed_state import Trust
 from predictor.fleet import Grant, Usage, Wish
 from predictor.grading import CacheVerdict, Grade
 from predictor.kv_events import Batch, Stored, Tier
@@ -83,11 +84,14 @@ async def test_gauges_show_the_fleet_as_it_is() -> None:
     grant = filter_.fleet.place("m", Prompt(500, exact=True), Wish("t", clock()), clock())
     assert isinstance(grant, Grant)
     filter_.fleet.set_up("a", up=False)
-    filter_.fleet.set_trusted("a", trusted=False)
+    filter_.fleet.set_trust("a", Trust.PARTIAL, 0.25)
     stored = Stored((1, 2), None, as_tokens(range(32)), 16, Tier.DEVICE, None, None)
     orphan = Stored((9,), 777, as_tokens(range(16)), 16, Tier.DEVICE, None, None)
     filter_.fleet.apply("a", Batch(None, (stored, orphan), None))
     assert (gauge("in_flight"), gauge("up"), gauge("feed_trusted"), gauge("cached_blocks")) == (1, 0, 0, 2)
+    assert (gauge("feed_coverage"), gauge("feed_silent")) == (0.25, 0)
+    states = values(page(filter_.registry)["headway_worker_feed"])
+    assert {state: on for (_, state, _), on in states.items()} == {"live": 0, "replaying": 0, "partial": 1, "lost": 0}
     assert gauge("prefill_tokens_ahead") == 500
     clock.advance(0.001)  # a step is composed when the instant of its first request is over
     assert gauge("wait_seconds") > 0

@@ -2,18 +2,35 @@
 
 import asyncio
 import contextlib
+import json
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
 from enginesim.process import EngineProcess
 from extproc import probe as probe_module
-from extproc.probe import EngineState, Probe, read_vllm_metrics
+from extproc.engine_pages import (
+    About,
+    Events,
+    RankState,
+    merged,
+    read_sglang_info,
+    read_sglang_loads,
+    read_vllm_about,
+    read_vllm_metrics,
+)
+from extproc.probe import Probe, Watchers
 from predictor.engines.vllm import Settings
-from predictor.fleet import Grant, Ticket, Wish
-from predictor.prompt import Prompt
+from predictor.fleet import Grant, Ticket, Wish, WorkerSpec
+from predictor.kv_events import Batch, Stored, Tier
+from predictor.prompt import Prompt, as_tokens
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine_page import EnginePage
 from tests.fakes.filter import Filter
@@ -38,32 +55,37 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="1",num_gpu_blo
 IDLE = b"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\n"
 
 
-def test_ranks_are_added_up() -> None:
-    assert read_vllm_metrics(PAGE) == EngineState(in_progress=17, block_size=32, num_gpu_blocks=2048)
+def read_as_one(text: bytes) -> RankState:
+    return merged(read_vllm_metrics(text).values())
+
+
+def test_ranks_are_told_apart_and_added_up() -> None:
+    assert read_vllm_metrics(PAGE) == {0: RankState(13, 32, 2048), 1: RankState(4, 32, 2048)}
+    assert read_as_one(PAGE) == RankState(in_progress=17, block_size=32, num_gpu_blocks=2048)
 
 
 @pytest.mark.parametrize(
     ("text", "state"),
     [
-        (b"", EngineState(None, None, None)),
-        (b"<html>not metrics</html>", EngineState(None, None, None)),
-        (b"\xff\xfe\x00", EngineState(None, None, None)),
-        (b"vllm:num_requests_running 2\n", EngineState(2, None, None)),
-        (b"vllm:num_requests_running 2e0 1700000000\n", EngineState(2, None, None)),
-        (b"xvllm:num_requests_running 2\n# vllm:num_requests_waiting 1\n", EngineState(None, None, None)),
-        (b'vllm:cache_config_info{block_size="None",num_gpu_blocks="None"} 1.0\n', EngineState(None, None, None)),
-        (b'vllm:cache_config_info{block_size="0",num_gpu_blocks="-5"} 1.0\n', EngineState(None, None, None)),
-        (b'vllm:cache_config_info{num_gpu_blocks="' + b"9" * 5000 + b'"} 1.0\n', EngineState(None, None, None)),
+        (b"", RankState(None, None, None)),
+        (b"<html>not metrics</html>", RankState(None, None, None)),
+        (b"\xff\xfe\x00", RankState(None, None, None)),
+        (b"vllm:num_requests_running 2\n", RankState(2, None, None)),
+        (b"vllm:num_requests_running 2e0 1700000000\n", RankState(2, None, None)),
+        (b"xvllm:num_requests_running 2\n# vllm:num_requests_waiting 1\n", RankState(None, None, None)),
+        (b'vllm:cache_config_info{block_size="None",num_gpu_blocks="None"} 1.0\n', RankState(None, None, None)),
+        (b'vllm:cache_config_info{block_size="0",num_gpu_blocks="-5"} 1.0\n', RankState(None, None, None)),
+        (b'vllm:cache_config_info{num_gpu_blocks="' + b"9" * 5000 + b'"} 1.0\n', RankState(None, None, None)),
     ],
 )
-def test_what_is_not_there_is_unknown(text: bytes, state: EngineState) -> None:
-    assert read_vllm_metrics(text) == state
+def test_what_is_not_there_is_unknown(text: bytes, state: RankState) -> None:
+    assert read_as_one(text) == state
 
 
 @pytest.mark.parametrize("value", [b"1.2.3", b"e", b"1e999", b"NaN", b"+Inf", b"-1", b"many"])
 def test_a_gauge_that_is_no_count_makes_the_load_unknown(value: bytes) -> None:
     text = b"vllm:num_requests_running " + value + b"\nvllm:num_requests_waiting 3\n"
-    assert read_vllm_metrics(text).in_progress is None
+    assert read_as_one(text).in_progress is None
 
 
 def test_the_simulated_engines_page_is_read() -> None:
@@ -72,7 +94,7 @@ def test_the_simulated_engines_page_is_read() -> None:
             return await response.read()
 
     with EngineProcess("--block-size", "32", "--num-gpu-blocks", "777") as engine:
-        assert read_vllm_metrics(asyncio.run(page(engine.url))) == EngineState(0, 32, 777)
+        assert read_as_one(asyncio.run(page(engine.url))) == RankState(0, 32, 777)
 
 
 class Watched:
@@ -82,11 +104,15 @@ class Watched:
         self.clock = ManualClock()
         self.filter = Filter({"a": "10.0.0.1:8000"}, self.clock)
         self.ended: list[Ticket] = []
+        self.restarted: list[str] = []
+        self.about: list[About] = []
+        self.workers: dict[int | None, str] = {None: "a"}
         self._task: asyncio.Task[None] | None = None
 
     def watch(self, endpoint: str) -> None:
         fleet, metrics = self.filter.fleet, self.filter.metrics
-        probe = Probe("a", endpoint, Settings(), 0.01, fleet, metrics, self.ended.extend, self.clock)
+        watchers = Watchers(self.ended.extend, restarted=self.restarted.append, about=self.about.append)
+        probe = Probe(self.workers, endpoint, Settings(), 0.01, fleet, metrics, self.clock, watchers)
         self._task = asyncio.create_task(probe.run())
 
     async def stop(self) -> None:
@@ -214,4 +240,227 @@ def test_numbers_that_no_engine_has_are_not_believed() -> None:
         b'vllm:num_requests_running{a="b"} 1e308\nvllm:num_requests_waiting{a="b"} 1.7e308\n'
         b'vllm:cache_config_info{block_size="100000000000000000",num_gpu_blocks="999999999999"} 1.0\n'
     )
-    assert read_vllm_metrics(lines) == EngineState(None, None, None)
+    assert read_as_one(lines) == RankState(None, None, None)
+
+
+class Pages:
+    """An engine that answers as facts say: whatever pages it is given, 404 for others."""
+
+    def __init__(self, **pages: object) -> None:
+        self.pages = {"/" + name.replace("__", "/"): page for name, page in pages.items()}
+        self.asked: Counter[str] = Counter()
+        self.endpoint = ""
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.endpoint = f"127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.asked[request.path] += 1
+        page = self.pages.get(request.path)
+        if page is None:
+            return web.Response(status=404)
+        return web.Response(body=page) if isinstance(page, bytes) else web.json_response(page)
+
+
+def counters(prompt: int, running: int = 0) -> bytes:
+    return (
+        f'vllm:num_requests_running{{engine="0"}} {running}\nvllm:num_requests_waiting{{engine="0"}} 0\n'
+        f'vllm:prompt_tokens_total{{engine="0"}} {prompt}\nvllm:generation_tokens_total{{engine="0"}} 5\n'
+    ).encode()
+
+
+SOURCES = {
+    "0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": ""},
+    "1": {"endpoint": "tcp://10.9.9.9:5558", "replay_endpoint": None},
+}
+SERVER_INFO = {
+    "vllm_config": {
+        "scheduler_config": {
+            "max_num_batched_tokens": 2048, "max_num_seqs": 128, "long_prefill_token_threshold": 0,
+            "max_num_scheduled_tokens": None,
+        },
+        "cache_config": {"block_size": 32, "num_gpu_blocks": 8192},
+    }
+}  # fmt: skip
+SGLANG = {
+    "served_model_name": "m", "version": "0.5.23", "startup_time": 11.5, "page_size": 64,
+    "chunked_prefill_size": 4096, "max_running_requests": 4096, "dp_size": 2, "max_total_num_tokens": 64000,
+    "kv_events": {
+        "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "replay_endpoint_port_base": 5600,
+        "topic": "", "block_size": 64, "dp_size": 2,
+    },
+    "internal_states": [{"effective_max_running_requests_per_dp": 96}],
+}  # fmt: skip
+
+
+def loads(*waiting: int) -> dict[str, object]:
+    return {
+        "loads": [
+            {"dp_rank": rank, "num_running_reqs": 1, "num_waiting_reqs": count} for rank, count in enumerate(waiting)
+        ]
+    }
+
+
+def page(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
+def test_vllm_says_what_it_is() -> None:
+    models = {"data": [{"id": "m", "max_model_len": 32768}, {"id": "adapter", "parent": "m"}]}
+    about = read_vllm_about(page({"version": "0.32.0"}), page(models), page(SOURCES), page(SERVER_INFO), "10.0.0.1")
+    assert (about.version, about.ranks, about.models) == ("0.32.0", 2, ("adapter", "m"))
+    assert about.settings == {
+        "max_num_batched_tokens": 2048, "max_num_seqs": 128, "long_prefill_token_threshold": 0,
+        "block_size": 32, "num_gpu_blocks": 8192, "max_model_len": 32768,
+    }  # fmt: skip
+    assert about.events == {
+        0: Events("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657"),
+        1: Events("tcp://10.9.9.9:5558", None),
+    }
+    assert read_vllm_about(None, None, None, None, "h") == About()
+
+
+def test_sglang_says_what_it_is() -> None:
+    about = read_sglang_info(page(SGLANG), "10.0.0.1")
+    assert about is not None
+    assert (about.version, about.life, about.ranks, about.models) == ("0.5.23", "11.5", 2, ("m",))
+    assert about.settings == {
+        "block_size": 64, "num_gpu_blocks": 1000, "max_num_batched_tokens": 4096, "max_num_seqs": 96
+    }  # fmt: skip
+    assert about.events[1] == Events("tcp://10.0.0.1:5558", "tcp://10.0.0.1:5601")
+    assert read_sglang_info(page(SERVER_INFO), "h") is None
+    assert {rank: state.in_progress for rank, state in read_sglang_loads(page(loads(0, 7))).items()} == {0: 1, 1: 8}
+
+
+_ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from([SGLANG, SOURCES, SERVER_INFO, loads(1, 2)]), st.data())
+def test_pages_with_anything_anywhere_are_read(whole: dict[str, object], data: st.DataObject) -> None:
+    broken = {key: data.draw(_ODD) if data.draw(st.booleans()) else value for key, value in whole.items()}
+    text = page(broken)
+    read_sglang_info(text, "h")
+    read_sglang_loads(text)
+    read_vllm_about(text, text, text, text, "h")
+
+
+async def test_vllms_settings_are_read_from_all_its_pages(watched: Watched) -> None:
+    pages = Pages(metrics=PAGE, server_info=SERVER_INFO, version={"version": "0.32.0"}, kv_event_sources=SOURCES)
+    async with pages as engine:
+        watched.watch(engine.endpoint)
+        await watched.asked(5)
+        assert (watched.shown("max_num_batched_tokens"), watched.shown("num_gpu_blocks")) == (2048, 2048)
+        assert watched.about[0].events[0].endpoint == "tcp://127.0.0.1:5557"
+        # Once a minute: they hardly ever change.
+        assert (engine.asked["/server_info"], engine.asked["/version"]) == (1, 1)
+        await watched.stop()
+
+
+async def test_sglang_is_known_by_its_pages_and_asked_for_its_load(watched: Watched) -> None:
+    async with Pages(server_info=SGLANG, v1__loads=loads(0, 0)) as engine:
+        watched.watch(engine.endpoint)
+        await until(lambda: engine.asked["/v1/loads"] > 2)
+        assert (watched.shown("block_size"), watched.shown("max_num_batched_tokens")) == (64, 4096)
+        assert engine.asked["/metrics"] == 1
+        watched.book("old")
+        watched.filter.fleet.first_token("old", None, watched.clock())
+        watched.clock.advance(30)
+        engine.pages["/v1/loads"] = {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]}
+        await until(lambda: bool(watched.ended))
+        await watched.stop()
+
+
+async def test_counters_that_fall_back_are_another_life(watched: Watched) -> None:
+    async with Pages(metrics=counters(1000)) as engine:
+        watched.watch(engine.endpoint)
+        await watched.asked()
+        engine.pages["/metrics"] = counters(1500)
+        await watched.asked()
+        assert watched.restarted == []
+        engine.pages["/metrics"] = counters(20)
+        await watched.asked(3)
+        assert watched.restarted == ["a"]
+        await watched.stop()
+
+
+async def test_another_start_of_sglang_is_another_life(watched: Watched) -> None:
+    async with Pages(server_info=SGLANG, v1__loads=loads(0, 0)) as engine:
+        watched.watch(engine.endpoint)
+        await until(lambda: engine.asked["/v1/loads"] > 1)
+        engine.pages["/server_info"] = {**SGLANG, "startup_time": 99.0}
+        watched.clock.advance(61)
+        await until(lambda: watched.restarted == ["a"])
+        await watched.stop()
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+async def test_what_was_learned_of_another_version_is_forgotten(
+    watched: Watched, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[str] = []
+    monkeypatch.setattr(watched.filter.fleet, "forget", forgotten.append)
+    async with Pages(metrics=IDLE, version={"version": "0.32.0"}) as engine:
+        watched.watch(engine.endpoint)
+        await watched.asked()
+        engine.pages["/version"] = {"version": version}
+        watched.clock.advance(61)
+        await until(lambda: engine.asked["/version"] == 2)
+        await watched.asked()
+        assert forgotten == ([] if version == "0.32.0" else ["a"])
+        await watched.stop()
+
+
+async def test_an_engine_that_sleeps_is_not_up_and_holds_nothing(watched: Watched) -> None:
+    asleep = IDLE + b'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'
+    tokens = as_tokens(range(16))
+    watched.filter.fleet.apply("a", Batch(None, (Stored((1,), None, tokens, 16, Tier.DEVICE, None, None),), None))
+    async with Pages(metrics=asleep) as engine:
+        watched.watch(engine.endpoint)
+        await until(lambda: watched.shown("up") is False)
+        assert watched.shown("cached_blocks") == 0
+        engine.pages["/metrics"] = IDLE + b'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 1.0\n'
+        await until(lambda: watched.shown("up") is True)
+        await watched.stop()
+
+
+async def test_each_rank_has_the_load_that_is_its_own(watched: Watched) -> None:
+    watched.filter.fleet.join("m", WorkerSpec("b", "10.0.0.1:8000", rank=1))
+    watched.workers = {0: "a", 1: "b"}
+    async with Pages(metrics=PAGE.replace(b" 3.0", b" 0.0").replace(b" 10.0", b" 0.0")) as engine:
+        watched.watch(engine.endpoint)
+        await watched.asked()
+        known = {name: watched.filter.fleet.activity(name)[1] for name in "ab"}
+        assert known == {"a": False, "b": True}
+        await watched.stop()
+
+
+async def test_a_probe_that_is_nudged_asks_at_once() -> None:
+    filter_ = Filter({"a": "10.0.0.1:8000"})
+    async with Pages(metrics=IDLE) as engine:
+        watchers = Watchers(lambda tickets: None)
+        fleet, metrics = filter_.fleet, filter_.metrics
+        probe = Probe({None: "a"}, engine.endpoint, Settings(), 600.0, fleet, metrics, time.monotonic, watchers)
+        task = asyncio.create_task(probe.run())
+        await until(lambda: engine.asked["/metrics"] == 1)
+        await until(lambda: engine.asked["/kv_event_sources"] == 1)
+        await asyncio.sleep(0.05)
+        probe.nudge()
+        await until(lambda: engine.asked["/metrics"] == 2)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -64,6 +64,41 @@ def test_a_grant_names_the_endpoints_in_header_and_metadata_alike() -> None:
     assert not reply.clear_route_cache
 
 
+def granted(*specs: WorkerSpec) -> Grant:
+    rng = np.random.default_rng(1)
+    fleet = Fleet([PoolPolicy("m")], BlockHasher(rng), rng)
+    for spec in specs:
+        fleet.join("m", spec)
+    grant = fleet.place("m", Prompt.estimated(100), Wish("boot-1", 0.0), 0.5)
+    assert isinstance(grant, Grant)
+    return grant
+
+
+def test_no_caller_chooses_a_rank() -> None:
+    reply = replies.route(granted(WorkerSpec("a", "10.0.0.1:8000")))
+    assert reply.remove_headers == ("x-data-parallel-rank",)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_rank_that_was_predicted_for_is_the_one_that_serves(rank: int) -> None:
+    grant = granted(WorkerSpec("a/r", "10.0.0.1:8000", rank=rank))
+    reply = replies.route(grant)
+    assert dict(reply.set_headers)["x-data-parallel-rank"] == str(rank)
+    assert reply.remove_headers == ()
+
+
+def test_who_is_fallen_back_to_has_the_rank_that_the_request_names() -> None:
+    ranks = [WorkerSpec(f"{name}/{rank}", f"10.0.0.{name}:8000", rank=rank) for name in (1, 2) for rank in (0, 1)]
+    grant = granted(*ranks)
+    assert len(grant.endpoints) == len(set(grant.endpoints))
+    assert dict(replies.route(grant).set_headers)["x-data-parallel-rank"] == grant.ticket.worker[-1]
+
+
+def test_two_ranks_of_one_engine_are_named_once() -> None:
+    grant = granted(*(WorkerSpec(f"a/{rank}", "10.0.0.1:8000", rank=rank) for rank in range(4)))
+    assert grant.endpoints == ("10.0.0.1:8000",)
+
+
 @pytest.mark.parametrize("cluster", [None, "one-of-many"])
 def test_the_chosen_endpoint_is_named_alone_where_that_is_wanted(cluster: str | None) -> None:
     rng = np.random.default_rng(1)

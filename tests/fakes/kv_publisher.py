@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
 from typing import Literal, Self
 
@@ -82,9 +82,15 @@ class FakePublisher:
 
     async def restart(self, next_seq: int = 0) -> None:
         """Another incarnation on the same ports: an empty cache, an empty buffer, numbers from `next_seq`."""
+        async with self.away():
+            self.next_seq = next_seq
+            self.kept = []
+
+    @contextlib.asynccontextmanager
+    async def away(self) -> AsyncIterator[None]:
+        """Its sockets are gone for as long as the block runs; what it has kept stays."""
         await self._end()
-        self.next_seq = next_seq
-        self.kept = []
+        yield
         while True:
             try:
                 self._bind()
@@ -146,3 +152,44 @@ class FakePublisher:
     async def _reply(self, identity: bytes, seq: bytes, payload: bytes) -> None:
         topic = [b""] if self.layout == "new" else []
         await self._router.send_multipart([identity, b"", *topic, seq, payload])
+
+
+class FrozenPublisher:
+    """Stands before a publisher's PUB socket and passes bytes on both ways, until it is frozen."""
+
+    def __init__(self, publisher: FakePublisher) -> None:
+        self._port = int(publisher.endpoint.rpartition(":")[2])
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+        self._server: asyncio.Server | None = None
+        self.endpoint = ""
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.freeze()
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+
+    def freeze(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        beyond, inward = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, inward]
+        for source, target in ((reader, inward), (beyond, writer)):
+            self._tasks.add(asyncio.create_task(_pass_on(source, target)))
+
+
+async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    while data := await source.read(65536):
+        target.write(data)
+        await target.drain()

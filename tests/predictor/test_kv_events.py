@@ -1,6 +1,7 @@
 """One payload to events, whatever version wrote it, and sequence numbers to what they mean."""
 
 import contextlib
+from collections import Counter
 from datetime import UTC
 from typing import Any
 
@@ -23,6 +24,7 @@ from predictor.kv_events import (
     Stored,
     Tier,
     decode_batch,
+    decode_pieces,
 )
 
 HIGH = 2**63 + 5
@@ -385,6 +387,15 @@ REAL = [
     )
     for form in ("map", "array")
 ]
+
+
+@given(st.sampled_from(REAL), st.integers(1, 5))
+def test_pieces_of_a_batch_are_the_batch(payload: bytes, most: int) -> None:
+    whole, pieces = decode_batch(payload), list(decode_pieces(payload, most))
+    assert [len(piece.events) <= most for piece in pieces] == [True] * len(pieces)
+    assert [type(event) for piece in pieces for event in piece.events] == [type(event) for event in whole.events]
+    assert {(piece.timestamp_s, piece.rank) for piece in pieces} == {(whole.timestamp_s, whole.rank)}
+    assert sum((Counter(piece.skipped) for piece in pieces), Counter()) == Counter(whole.skipped)
 
 
 @given(st.sampled_from(REAL), st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=3)), max_size=6))

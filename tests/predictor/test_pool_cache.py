@@ -57,7 +57,7 @@ def test_what_is_not_on_the_device_takes_time_to_load() -> None:
     # What must be computed anyway is not loaded.
     assert pool.reuse("a", IDS[:24])[:3] == (8, 8, 4)
     assert pool.reuse("a", IDS[:24]).load_s == pytest.approx(8 * 1e-3 + 4 * 1e-2)
-    assert pool.reuse("a", IDS[:8]) == Reuse(4, 0, 0, 0.0, 4)
+    assert pool.reuse("a", IDS[:8]) == Reuse(4, 0, 0, 0.0, 4, 4)
 
 
 def test_what_a_request_ahead_computes_is_on_the_device_by_then() -> None:

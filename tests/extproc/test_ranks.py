@@ -1,0 +1,91 @@
+"""Data-parallel ranks of an engine: declared or discovered, each a worker with a feed and a load of its own."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from extproc.app import App
+from extproc.config import parse_config
+from extproc.kv_feed import port_of_rank
+from tests.extproc.test_probe import PAGE, Pages
+from tests.fakes.kv_publisher import FakePublisher, stored
+
+CONFIG = """
+listen: {{grpc: 127.0.0.1:0, admin: 127.0.0.1:0}}
+shutdown: {{notice_s: 0, grace_s: 0}}
+probe: {{interval_s: 0.05}}
+pools:
+- name: m
+  workers:
+  - name: a
+    endpoint: {endpoint}
+    {more}
+"""
+
+
+@contextlib.asynccontextmanager
+async def running(endpoint: str, more: str = "adapters: []") -> AsyncIterator[int]:
+    """The whole service; its admin port."""
+    app = App(parse_config(CONFIG.format(endpoint=endpoint, more=more), "test"))
+    _, admin = await app.start()
+    try:
+        yield admin
+    finally:
+        await app.stop()
+
+
+async def workers(admin: int) -> dict[str, dict[str, Any]]:
+    async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{admin}/fleet") as response:
+        told: dict[str, dict[str, Any]] = (await response.json())["pools"]["m"]["workers"]
+        return told
+
+
+async def followed(admin: int, **blocks: int) -> None:
+    """These workers are there, live, with so many blocks; and no others."""
+    wanted = {name.replace("__", "/"): ("live", count) for name, count in blocks.items()}
+    deadline_s = time.monotonic() + 20
+    seen: dict[str, tuple[str, int]] = {}
+    while seen != wanted:
+        assert time.monotonic() < deadline_s, seen
+        seen = {name: (told["feed"], told["cached_blocks"]) for name, told in (await workers(admin)).items()}
+
+
+async def test_ranks_that_an_engine_tells_of_become_workers_with_their_own_events() -> None:
+    async with FakePublisher() as first, FakePublisher() as second:
+        first.drop(stored(1))
+        for number in range(3):
+            second.drop(stored(number))
+        sources = {
+            str(rank): {"endpoint": each.endpoint, "replay_endpoint": each.replay_endpoint}
+            for rank, each in enumerate((first, second))
+        }
+        pages = Pages(metrics=PAGE.replace(b'"32"', b'"16"'), kv_event_sources=sources)
+        async with pages as engine, running(engine.endpoint) as admin:
+            await followed(admin, a__0=1, a__1=3)
+            seen = await workers(admin)
+            assert {worker["endpoint"] for worker in seen.values()} == {engine.endpoint}
+            await second.publish(stored(9))
+            await followed(admin, a__0=1, a__1=4)
+
+
+async def test_one_engine_that_tells_where_its_events_are_is_followed_there() -> None:
+    async with FakePublisher() as publisher:
+        publisher.drop(stored(1))
+        source = {"0": {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}}
+        page = b'vllm:num_requests_running{engine="0"} 0\nvllm:num_requests_waiting{engine="0"} 0\n'
+        async with Pages(metrics=page, kv_event_sources=source) as engine, running(engine.endpoint) as admin:
+            await followed(admin, a=1)
+
+
+async def test_ranks_that_are_declared_are_there_at_once() -> None:
+    async with Pages() as engine, running(engine.endpoint, "data_parallel_ranks: 3") as admin:
+        assert list(await workers(admin)) == ["a/0", "a/1", "a/2"]
+
+
+def test_ports_of_ranks_count_on() -> None:
+    assert port_of_rank("tcp://h:5557", 0) == "tcp://h:5557"
+    assert port_of_rank("tcp://h:5557", 3) == "tcp://h:5560"
+    assert port_of_rank("ipc:///tmp/events", 2) == "ipc:///tmp/events_dp2"
