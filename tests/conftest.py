@@ -7,7 +7,16 @@ if they fail; the summary lists who needed one. All others have one.
 
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# How long an example takes, or drawing one, says more of the machine than of the code.
+hypothesis.settings.register_profile(
+    "any machine",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("any machine")
 
 # The marker, and what its tests need.
 _APART = {"engine": "a real vLLM (make test-engine)", "clients": "LiteLLM (make test-clients)"}
