@@ -59,8 +59,9 @@ class _Engine:
     probe: Probe | None = None
 
     def contact(self, up: bool) -> None:
-        """A feed has found or lost its engine."""
-        if not up and self.probe is not None:
+        """A feed has found its engine, or lost it: either way its pages have news."""
+        del up
+        if self.probe is not None:
             self.probe.nudge()
 
 

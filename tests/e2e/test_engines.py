@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared() -> AsyncIterator[Bench]:
-    """Probed so rarely that the filter learns of a death only by what happens to requests."""
+    """Probed so rarely that the filter learns of a death by what happens to requests, or by a feed that breaks off."""
     engines = [quick(name, prefill_us_per_token=300) for name in "abc"]
     learning = {"min_samples": 3, "share": 0.34}
     async with running(engines, {"probe": {"interval_s": 60}}, {"learning": learning}) as bench:
@@ -52,7 +52,10 @@ async def graded(bench: Bench) -> dict[str, float]:
 async def test_the_next_of_the_list_serves_when_the_chosen_one_refuses(bench: Bench) -> None:
     text = words(1500, "fallback")
     home = await home_of(bench, text)
-    await bench.stack.engines[home].end(signal.SIGKILL)
+    # Its pages and its events stay as they are: of one that dies the filter knows, and does not choose it.
+    faults = f"http://127.0.0.1:{bench.stack.engine_port(home)}/sim/faults"
+    async with bench.http.post(faults, json={"refuse_status": 503}) as told:
+        assert told.status == 200
     before = await graded(bench)
     elsewhere = await bench.metric("headway_ungraded_total", reason="served_elsewhere")
     answer = await bench.post(chat(text))
@@ -67,6 +70,8 @@ async def test_the_next_of_the_list_serves_when_the_chosen_one_refuses(bench: Be
     # The prediction was for another worker: it is nobody's grade.
     assert await graded(bench) == before
     assert await bench.metric("headway_ungraded_total", reason="served_elsewhere") == elsewhere + 1
+    async with bench.http.delete(faults) as told:
+        assert told.status == 200
 
 
 async def test_a_dead_engine_costs_no_client_an_answer(bench: Bench) -> None:
