@@ -17,10 +17,10 @@ import zmq.asyncio
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from extproc.admin import Admin
-from extproc.config import Config, PoolConfig, Recording, WorkerConfig
+from extproc.config import Config, PoolConfig, Recording, WorkerConfig, port_of_rank
 from extproc.engine_pages import About, Events
 from extproc.judge import Judge, Pool
-from extproc.kv_feed import REPLAYS_AT_ONCE, KvFeed, port_of_rank
+from extproc.kv_feed import REPLAYS_AT_ONCE, KvFeed
 from extproc.learned_store import LearnedStore
 from extproc.ledger import Ledger
 from extproc.log import JsonLog

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from extproc.config import BadConfig, Config, load_config, notes
+from extproc.config import BadConfig, Config, load_config, notes, place_of
 from extproc.model_files import BadModelFiles, load_pool_text
 from extproc.recording_file import read_lines
 from predictor.accuracy import as_text, summary
@@ -102,11 +102,11 @@ def _stack(scene: bool, once: bool) -> int:
 def _check(path: Path) -> int:
     config = load_config(path)
     faults = []
-    for pool in config.pools:
+    for number, pool in enumerate(config.pools):
         try:
             load_pool_text(None if pool.tokenizer is None else Path(pool.tokenizer))
         except BadModelFiles as fault:
-            faults.append(f"pool {pool.name!r}: {fault}")
+            faults.append(f"{place_of(path, f'pools[{number}].tokenizer')}: {fault}")
     if faults:
         print("\n".join(faults), file=sys.stderr)
         return EXIT_USAGE

@@ -281,6 +281,11 @@ def load_config(path: Path) -> Config:
     return msgspec.structs.replace(config, pools=pools, recording=recording, learned=learned)
 
 
+def place_of(path: Path, key: str) -> str:
+    """Where a key such as `pools[0].tokenizer` stands in a file that has been read."""
+    return f"{path}:{_line(yaml.compose(path.read_text(encoding='utf-8'), Loader=yaml.SafeLoader), key)}: {key}"
+
+
 def parse_config(text: str, name: str) -> Config:
     """Raises BadConfig with every fault, as `name:line: key: what is wrong`."""
     try:
@@ -293,6 +298,7 @@ def parse_config(text: str, name: str) -> Config:
         # Its constructors raise whatever comes their way, such as an IndexError for `!!int ""`.
         raise BadConfig([f"{name}:1: not YAML: {error}"]) from error
     raw = {} if raw is None else raw
+    _read_off_as_a_mode(raw)
 
     def placed(path: str, problem: str) -> str:
         return f"{name}:{_line(tree, path)}: {path or 'the file'}: {problem}"
@@ -302,6 +308,15 @@ def parse_config(text: str, name: str) -> Config:
     if faults:
         raise BadConfig(faults)
     return msgspec.convert(raw, Config)
+
+
+def _read_off_as_a_mode(raw: object) -> None:
+    """To YAML 1.1 a plain `off` is false."""
+    pools = raw.get("pools") if isinstance(raw, dict) else None
+    for pool in pools if isinstance(pools, list) else []:
+        admission = pool.get("admission") if isinstance(pool, dict) else None
+        if isinstance(admission, dict) and admission.get("mode") is False:
+            admission["mode"] = "off"
 
 
 def _repeats(node: yaml.Node | None) -> Iterator[tuple[str, int, int]]:
@@ -356,6 +371,8 @@ def _field_faults(value: object, kind: Any, place: str) -> Iterator[tuple[str, s
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$")
+        if get_origin(kind) is Literal:
+            problem = f"expected one of {', '.join(get_args(kind))}"
         yield f"{place}{path.rstrip('`')}", _plain(problem)
 
 
@@ -418,6 +435,16 @@ def _line(tree: yaml.Node | None, path: str) -> int:
     return line
 
 
+def port_of_rank(endpoint: str, rank: int) -> str:
+    """The endpoint of a data-parallel rank, where `endpoint` is that of rank 0: engines count ports on."""
+    if not rank:
+        return endpoint
+    if endpoint.startswith("ipc://"):
+        return f"{endpoint}_dp{rank}"
+    head, _, port = endpoint.rpartition(":")
+    return f"{head}:{int(port) + rank}"
+
+
 # Envoy's message_timeout in envoy/envoy.yaml is 1 s.
 _LATEST_DEADLINE_S = 0.6
 
@@ -430,6 +457,7 @@ def notes(config: Config) -> Iterator[str]:
         yield "tokenization.deadline_s: must stay well below Envoy's message_timeout, or decisions come too late"
     if config.gateway.max_message_timeout_s and config.large_deadline_s is None:
         yield "gateway.max_message_timeout_s: not above twice tokenization.deadline_s: large bodies get no more time"
+    yield from _shared_addresses(config)
     if not config.pools:
         yield "pools: there are none, so that every request is passed on"
     for pool in config.pools:
@@ -445,6 +473,23 @@ def notes(config: Config) -> Iterator[str]:
                 yield f"{place}, worker {worker.name!r}: without kv_replay lost events cannot be made good"
             if not _is_address(worker.endpoint):
                 yield f"{place}, worker {worker.name!r}: Envoy knows endpoints by address, not by name"
+
+
+def _shared_addresses(config: Config) -> Iterator[str]:
+    """Endpoints and event addresses that several workers have, or one worker twice: each rank has ports of its own."""
+    had: dict[str, str] = {}
+    for pool in config.pools:
+        for worker in pool.workers:
+            place = f"pool {pool.name!r}, worker {worker.name!r}"
+            for key in ("endpoint", "kv_events", "kv_replay"):
+                address = getattr(worker, key)
+                for rank in range(1 if address is None or key == "endpoint" else worker.data_parallel_ranks or 1):
+                    mine = f"{place}, {key}" if not rank else f"{place}, {key} of rank {rank}"
+                    if address is None:
+                        continue
+                    whose = had.setdefault(port_of_rank(address, rank), mine)
+                    if whose != mine:
+                        yield f"{mine}: {port_of_rank(address, rank)} is also that of {whose}"
 
 
 def _is_address(endpoint: str) -> bool:

@@ -282,16 +282,6 @@ class KvFeed:
             self._slice_started_s = time.monotonic()
 
 
-def port_of_rank(endpoint: str, rank: int) -> str:
-    """The endpoint of a data-parallel rank, where `endpoint` is that of rank 0: engines count ports on."""
-    if not rank:
-        return endpoint
-    if endpoint.startswith("ipc://"):
-        return f"{endpoint}_dp{rank}"
-    head, _, port = endpoint.rpartition(":")
-    return f"{head}:{int(port) + rank}"
-
-
 async def _all(*works: Coroutine[None, None, None]) -> None:
     """Runs until one of them raises, which is raised here, as itself."""
     tasks = [asyncio.ensure_future(work) for work in works]

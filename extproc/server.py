@@ -150,6 +150,9 @@ class Server:
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 # Another process on the port would silently get a share of the traffic.
                 ("grpc.so_reuseport", 0),
+                # Envoy pings every few seconds, also while an exchange waits for its first token. By default gRPC takes
+                # the fourth ping without data for abuse, and ends the connection with every exchange on it.
+                ("grpc.http2.max_ping_strikes", 0),
             ]
         )
         self._health = health_aio.HealthServicer()

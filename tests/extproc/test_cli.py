@@ -107,8 +107,8 @@ def test_broken_model_files_are_faults_of_their_pools(tmp_path: Path, capsys: py
     path = written(tmp_path, "pools:\n- {name: m, tokenizer: here}\n- {name: n, tokenizer: there}\n")
     assert main(["check", "-c", path]) == EXIT_USAGE
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"pool 'm': {tmp_path / 'here' / 'tokenizer.json'}: ")
-    assert second.startswith(f"pool 'n': {tmp_path / 'there' / 'tokenizer.json'}: ")
+    assert first.startswith(f"{path}:2: pools[0].tokenizer: {tmp_path / 'here' / 'tokenizer.json'}: ")
+    assert second.startswith(f"{path}:3: pools[1].tokenizer: {tmp_path / 'there' / 'tokenizer.json'}: ")
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["serve"], ["check"], ["check", "-c"]])

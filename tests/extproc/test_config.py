@@ -406,6 +406,30 @@ def test_what_is_allowed_and_hardly_meant_is_noted(text: str, said: str) -> None
     assert any(said in note for note in notes(parse_config(text, "f.yaml")))
 
 
+def workers_notes(*workers: str) -> list[str]:
+    listed = "".join(f"  - {{{worker}}}\n" for worker in workers)
+    return list(notes(parse_config(f"pools:\n- name: p\n  tokenizer: t\n  workers:\n{listed}", "f.yaml")))
+
+
+def test_addresses_that_are_given_twice_are_noted() -> None:
+    feed = "kv_events: tcp://h:5557, kv_replay: tcp://h:5558"
+    assert workers_notes(f"name: v, endpoint: '10.0.0.1:80', {feed}", "name: w, endpoint: '10.0.0.1:80'") == [
+        "pool 'p', worker 'w', endpoint: 10.0.0.1:80 is also that of pool 'p', worker 'v', endpoint",
+        "pool 'p', worker 'w': without kv_events only engines that name them are followed",
+    ]
+    assert workers_notes(f"name: w, endpoint: '10.0.0.1:80', data_parallel_ranks: 2, {feed}") == [
+        "pool 'p', worker 'w', kv_replay: tcp://h:5558 is also that of pool 'p', worker 'w', kv_events of rank 1"
+    ]
+    apart = "kv_events: tcp://h:5557, kv_replay: tcp://h:5657"
+    assert workers_notes(f"name: w, endpoint: '10.0.0.1:80', data_parallel_ranks: 100, {apart}") == []
+
+
+def test_admission_is_off_as_the_documentation_writes_it() -> None:
+    for written in ("off", "Off", "'off'"):
+        config = parse_config(f"pools: [{{name: p, admission: {{mode: {written}}}}}]", "f.yaml")
+        assert config.pools[0].admission.mode == "off"
+
+
 def test_an_address_in_brackets_is_one() -> None:
     text = "pools: [{name: p, tokenizer: t, workers: [{name: w, endpoint: '[::1]:80', kv_events: tcp://h:1, kv_replay: tcp://h:2}]}]"
     assert list(notes(parse_config(text, "f.yaml"))) == []
@@ -449,13 +473,13 @@ pools:
 @pytest.mark.parametrize(
     ("keys", "fault"),
     [
-        ("admission: {mode: on}", "admission.mode: expected `str`, got `bool`"),
-        ("admission: {mode: strict}", "admission.mode: invalid enum value 'strict'"),
+        ("admission: {mode: on}", "admission.mode: expected one of enforce, shadow, off"),
+        ("admission: {mode: strict}", "admission.mode: expected one of enforce, shadow, off"),
         ("admission: {max_queue_wait_s: 4}", "admission.max_queue_wait_s: expected `float` >= 5.0"),
         ("admission: {risk: 1}", "admission.risk: expected `float` < 1.0"),
         ("admission: {guard: {limit: 1}}", "admission.guard.limit: unknown key; known here: false_alarms, least, "),
         ("admission: {overload_kv_demand: 0.5}", "admission.overload_kv_demand: expected `float` >= 1.0"),
-        ("routing: {prefer: speed}", "routing.prefer: invalid enum value 'speed'"),
+        ("routing: {prefer: speed}", "routing.prefer: expected one of latency, balanced, cache"),
         ("routing: {others: {cash: 1}}", "routing.others.cash: unknown key; known here: balanced, cache, latency"),
         ("fairness: {wait_s: -1}", "fairness.wait_s: expected `float` >= 0.0"),
     ],

@@ -8,8 +8,7 @@ from typing import Any
 import aiohttp
 
 from extproc.app import App
-from extproc.config import parse_config
-from extproc.kv_feed import port_of_rank
+from extproc.config import parse_config, port_of_rank
 from tests.extproc.test_probe import PAGE, Pages
 from tests.fakes.kv_publisher import FakePublisher, stored
 

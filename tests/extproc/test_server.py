@@ -312,6 +312,26 @@ async def test_a_port_that_is_taken_is_an_os_error(filter_: Filter) -> None:
     await other.stop(0.0, 0.0)
 
 
+async def test_pings_while_an_exchange_waits_for_its_first_token_do_not_end_it(filter_: Filter) -> None:
+    """Envoy's keepalive: gRPC's default takes the fourth ping without data for abuse."""
+    options = [
+        ("grpc.keepalive_time_ms", 1000),  # the client's library sends none faster
+        ("grpc.http2.min_time_between_pings_ms", 10),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    async with Envoy(filter_.port, options) as envoy:
+        stream = envoy.open()
+        for message in (request_headers(), request_body()):
+            await stream.write(message)
+            await stream.read()
+        await asyncio.sleep(4.5)
+        await stream.write(response_body())
+        await stream.read()
+        await stream.done_writing()
+        assert await stream.code() is OK
+
+
 async def test_hundreds_of_streams_at_once_leave_nothing(filter_: Filter, envoy: Envoy) -> None:
     async def one(number: int) -> None:
         messages = [request_headers(), request_body(), response_body()][: 1 + number % 3]

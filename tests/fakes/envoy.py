@@ -1,6 +1,6 @@
 """Envoy's side of the wire: the messages that it sends, in the order in which it sends them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -80,10 +80,9 @@ def destination_header(reply: ProcessingResponse) -> str | None:
 class Envoy:
     """A gRPC connection to the filter."""
 
-    def __init__(self, port: int) -> None:
-        self._channel = grpc.aio.insecure_channel(
-            f"127.0.0.1:{port}", options=[("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-        )
+    def __init__(self, port: int, options: Sequence[tuple[str, int]] = ()) -> None:
+        own = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[*own, *options])
         self.channel = self._channel
 
     async def __aenter__(self) -> Self:
