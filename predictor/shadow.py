@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,9 @@ from predictor.timeline import Others, RunForward, Timeline, whole_output
 
 # Evidence that no so many steps explain is about something else than what the shadow knows.
 _MAX_STEPS_BEHIND = 4096
+# What one call may compose of what has passed, in sequences looked at; a step counts for so many besides. The next call
+# goes on from there: a worker that was not asked for long is some calls behind, and nobody waits for it.
+_MOST_LOOKED_AT, _STEP_LOOKED_AT = 50_000, 100
 # A step that is overdue by more than this is taken to last as long again: nobody knows better.
 _GRACE_S, _GRACE_RATIO = 0.05, 0.2
 # Evidence of one step end comes in several pieces; those of one instant belong together.
@@ -106,6 +110,8 @@ class Shadow:
         self._composes_s: float | None = None
         self._booked_s = 0.0
         self._given_up: Step | None = None  # under way, and it prefills a sequence that has left
+        # It could not be let into the newest step, nor into any like it before something else happens than decodes.
+        self._kept_out: Sequence | None = None
         self._interval: _Interval | None = None
         # The engine's names of the last full blocks: what a sequence stores next has them for a parent.
         self._tails: dict[int, Sequence] = {}
@@ -115,6 +121,7 @@ class Shadow:
         self._timeline: Timeline | None = None
         self._load: _Load | None = None
         self.forced = 0  # times that evidence contradicted the rule
+        self.cut = 0  # times that more had passed than one call may look at
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -164,6 +171,7 @@ class Shadow:
     def set_settings(self, settings: Settings) -> None:
         self._settings = settings
         usable = settings.usable_blocks
+        self._kept_out = None
         self._queue.free_blocks = None if usable is None else usable - sum(seq.blocks for seq in self._queue.running)
         self._timeline = None
 
@@ -236,6 +244,7 @@ class Shadow:
     def _take_back(self) -> None:
         """The step under way has not begun, or not like this: it is composed anew."""
         undo(self._queue, self._under_way.popleft().step)
+        self._kept_out = None
         self._composes_s = self._began_s
         self._changed()
 
@@ -296,6 +305,7 @@ class Shadow:
                     # Its last token came with the step before: the one under way was composed without it.
                     self._take_back()
         self._remove(seq)
+        self._kept_out = None
         self._changed()
         oldest = self._under_way[0].step if self._under_way else None
         if oldest is not None and seq.watched and any(seq is other for other, _, _ in oldest.chunks):
@@ -310,14 +320,20 @@ class Shadow:
             self.advance(now_s)
         elif self._composes_s is not None:
             self._compose()
+        self._kept_out = None
 
     def advance(self, now_s: float) -> None:
         """Lets steps pass that have ended by `now_s` and leave no sign."""
         if self._composes_s is not None and self._composes_s < now_s - _INSTANT_S:
             self._compose()
+        looked_at = 0
         while self._under_way and self._began_s + self._under_way[0].seconds <= now_s:
             oldest = self._under_way[0]
             if self._awaited():
+                return
+            looked_at += _STEP_LOOKED_AT + len(self._queue.running)
+            if looked_at > _MOST_LOOKED_AT:
+                self.cut += 1
                 return
             if self._interval is not None:
                 self._interval.guessed = True
@@ -503,6 +519,8 @@ class Shadow:
                 self._forget_tail(seq)
             if step.empty:
                 break
+            waiting = self._queue.waiting
+            self._kept_out = waiting[0] if waiting and not step.chunks and not step.preempted else None
             seconds = self._cost.step_s(step.new_tokens, step.squares, len(step.decodes))
             self._under_way.append(_UnderWay(step, seconds))
         if not self._under_way:
@@ -525,8 +543,9 @@ class Shadow:
 
     def _catch_up(self, reached: Callable[[], bool], now_s: float, timed: bool = True) -> None:
         """Steps have ended, the last of them just now: as many as it takes. Ends are heard of late: not `timed`."""
-        behind = 0
-        while not reached() and behind < _MAX_STEPS_BEHIND:
+        behind = looked_at = 0
+        while not reached() and behind < _MAX_STEPS_BEHIND and looked_at < _MOST_LOOKED_AT:
+            looked_at += _STEP_LOOKED_AT + len(self._queue.running)
             if self._composes_s is not None:
                 self._compose()
             if not self._under_way or (self._stuck() and behind):
@@ -586,21 +605,19 @@ class Shadow:
         """Whether this step is decodes only and will be the same again until somebody comes or goes."""
         queue, settings = self._queue, self._settings
         full = len(queue.running) >= settings.max_num_seqs or len(step.decodes) >= settings.max_num_batched_tokens
-        return (
-            not step.chunks and (not queue.waiting or full) and not any(later.step.chunks for later in self._under_way)
-        )
+        shut = not queue.waiting or full or queue.waiting[0] is self._kept_out
+        if not shut or any(item.step.chunks for item in self._under_way):
+            return False
+        # For who has left, or was preempted since, nothing is computed any more and no space is taken.
+        running = {id(seq) for seq in queue.running}
+        return all(id(seq) in running for seq in step.decodes)
 
     def _skip_decode_steps(self, oldest: _UnderWay, now_s: float) -> None:
         """Decode-only steps are all alike: any number of them passes at once."""
         steps = int((now_s - self._began_s - oldest.seconds) / oldest.seconds) + 1
         queue = self._queue
         if steps > 1 and queue.free_blocks is not None:
-            size = self._settings.block_size
-            need = sum(
-                -(-(seq.computed + steps) // size) - seq.blocks - seq.shared_blocks for seq in oldest.step.decodes
-            )
-            if need > queue.free_blocks:
-                steps = 1
+            steps = self._steps_in_space(oldest.step.decodes, steps, queue.free_blocks)
         if steps > 1:
             more = steps - 1
             size = self._settings.block_size
@@ -618,6 +635,19 @@ class Shadow:
                 self._interval.decoding += more * len(oldest.step.decodes)
             self._began_s += more * oldest.seconds
         self._end_step(self._began_s + oldest.seconds)
+
+    def _steps_in_space(self, decodes: ReadOnly[Sequence], steps: int, free_blocks: int) -> int:
+        """The most steps, up to `steps` and at least one, that preempt nobody."""
+        size = self._settings.block_size
+        low, high = 1, min(steps, (free_blocks + len(decodes)) * size) + 1
+        while low + 1 < high:
+            middle = (low + high) // 2
+            needs = (-(-(seq.computed + middle) // size) - seq.blocks - seq.shared_blocks for seq in decodes)
+            if sum(need for need in needs if need > 0) <= free_blocks:
+                low = middle
+            else:
+                high = middle
+        return low
 
     def _force(self, seq: Sequence, now_s: float) -> None:
         """Whatever the rule said: its token is there, so its prefill is done."""
