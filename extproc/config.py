@@ -103,7 +103,7 @@ class Learned(_Section, frozen=True):
 class Learning(_Section, frozen=True):
     min_samples: _Positive = 8
     min_intervals: _Positive = 30
-    min_length_ratio: Annotated[float, msgspec.Meta(ge=1)] = 4.0
+    min_length_ratio: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 4.0
     default_tokens_per_s: _Seconds = 2000.0
     default_step_s: _Seconds = 0.01
     share: _Share = 0.1
@@ -130,7 +130,7 @@ class Admission(_Section, frozen=True):
     max_queue_wait_s: Annotated[float, msgspec.Meta(ge=BOUND_MIN_S, le=BOUND_MAX_S)] | None = None
     max_ttft_s: Annotated[float, msgspec.Meta(ge=TTFT_BOUND_MIN_S, le=TTFT_BOUND_MAX_S)] | None = None
     overload_wait_s: _Seconds | None = 300.0
-    overload_kv_demand: Annotated[float, msgspec.Meta(ge=1)] | None = 4.0
+    overload_kv_demand: Annotated[float, msgspec.Meta(ge=1, le=1e6)] | None = 4.0
     risk: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.3
     on_reject: Literal["retry", "fail"] = "retry"
     guard: GuardConfig = GuardConfig()
@@ -184,8 +184,8 @@ class CacheConfig(_Section, frozen=True):
     cache_hit_alignment: Annotated[int, msgspec.Meta(ge=0)] = 0
     host_blocks: _Positive | None = None
     storage_blocks: _Positive | None = None
-    host_us_per_token: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    storage_us_per_token: Annotated[float, msgspec.Meta(ge=0)] = 60.0
+    host_us_per_token: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 10.0
+    storage_us_per_token: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 60.0
     host_store: _Name | None = None
     storage_store: _Name | None = None
 
@@ -404,7 +404,7 @@ def _doubles(raw: object) -> Iterator[tuple[str, str]]:
                 adapters = worker.get("adapters")
                 for adapter in adapters if isinstance(adapters, list) else []:
                     # Several workers of a pool may have it; to anybody else it would be ambiguous.
-                    if isinstance(adapter, str) and adapters_of.setdefault(adapter, number) == number:
+                    if not isinstance(adapter, str) or adapters_of.setdefault(adapter, number) == number:
                         continue
                     where = f"{place}.workers[{index}].adapters"
                     yield where, f"adapter {adapter!r} is already named in pools[{adapters_of.get(adapter)}]"

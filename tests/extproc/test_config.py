@@ -1,8 +1,10 @@
 """The config file: every fault is named with its place, all of them at once, and nothing else is ever raised."""
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
+import msgspec
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -496,3 +498,42 @@ def test_an_adapter_belongs_to_one_pool() -> None:
     assert faults(f"pools:\n{text}") == [
         "f.yaml:5: pools[1].workers[0].adapters: adapter 'sql' is already named in pools[0]"
     ]
+
+
+_ODD = [-1, 0, math.nan, math.inf, -math.inf, 1e308, 10**30, "x", "", True, None, [], {}, {"zz": 1}, [None], [[[]]]]
+
+
+def _keys(kind: type[msgspec.Struct], path: str = "") -> list[str]:
+    """Every key of the config file, as a path of keys; `[]` stands for a list's only item."""
+    found = []
+    for field in msgspec.structs.fields(kind):
+        here = f"{path}{field.name}"
+        found.append(here)
+        for inner in get_args(field.type) or (field.type,):
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                found += _keys(inner, f"{here}[]." if get_origin(field.type) is list else f"{here}.")
+    return found
+
+
+@pytest.mark.parametrize("path", _keys(Config))
+def test_an_odd_value_of_any_key_is_taken_or_named_and_never_endless(path: str) -> None:
+    for odd in _ODD:
+        value: object = odd
+        for part in reversed(path.split(".")):
+            named = (
+                {"name": "n", "endpoint": "h:1"} if part == "workers[]" else {"name": "n"} if part == "pools[]" else {}
+            )
+            inner = {**named, **value} if isinstance(value, dict) else value
+            value = {part.removesuffix("[]"): [inner] if part.endswith("[]") else inner}
+        text = yaml.safe_dump(value)
+        told = _told(text)
+        assert not told or path.rpartition(".")[2] in told, text
+        assert told or not isinstance(odd, float) or math.isfinite(odd), text
+
+
+def _told(text: str) -> str:
+    try:
+        parse_config(text, "f.yaml")
+    except BadConfig as error:
+        return str(error)
+    return ""
