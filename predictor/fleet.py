@@ -433,7 +433,7 @@ class Fleet:
     def place(self, pool: str, prompt: Prompt, wish: Wish, now_s: float) -> Decision:
         """Forecasts every worker, chooses, and books the ticket before it returns. KeyError for an unknown pool."""
         home = self._pools[pool]
-        workers = _eligible(home.workers.values(), wish, now_s)
+        workers = _eligible(home.workers.values(), prompt, wish, now_s)
         if not workers:
             return NoWorker(pool)
         waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
@@ -923,13 +923,22 @@ def _spoil_samples(worker: _Worker) -> None:
             ticket.solo = False
 
 
-def _eligible(workers: Iterable[_Worker], wish: Wish, now_s: float) -> list[_Worker]:
-    """Who may be chosen: of the allowed endpoints those that are up and not full, or else up, or else any."""
+def _eligible(workers: Iterable[_Worker], prompt: Prompt, wish: Wish, now_s: float) -> list[_Worker]:
+    """Who may be chosen: of the allowed endpoints those that could take such a request, are up, and are not full; where
+    nobody is all of that, those who lack the last of it that somebody has."""
     allowed = [worker for worker in workers if wish.subset is None or worker.spec.endpoint in wish.subset]
     if wish.adapter is not None:
         allowed = [worker for worker in allowed if wish.adapter in worker.spec.adapters]
+    allowed = [worker for worker in allowed if _takes(worker.settings, prompt, wish)] or allowed
     up = [worker for worker in allowed if worker.up]
     return [worker for worker in up if worker.backing_off_until_s <= now_s] or up or allowed
+
+
+def _takes(settings: Settings, prompt: Prompt, wish: Wish) -> bool:
+    """False if the engine would answer 400, since prompt and output exceed its context (vLLM 0.32); an engine that only
+    refuses looks idle, and would be chosen again and again."""
+    longest = settings.max_model_len
+    return longest is None or not prompt.exact or prompt.token_count + (wish.max_tokens or 1) <= longest
 
 
 def _kv_demand(worker: _Worker, more_tokens: int) -> float | None:

@@ -221,10 +221,20 @@ class Bench:
         raise AssertionError(f"not learned: {await self.stack.fleet()}")
 
     async def revive_filter(self) -> None:
-        """Has a filter running that Envoy knows to be healthy."""
-        if self.stack.filter is None or not self.stack.filter.running:
+        """Has a filter running that Envoy knows to be healthy and asks again, which may be a second later."""
+        fresh = self.stack.filter is None or not self.stack.filter.running
+        if fresh:
             await self.stack.start_filter()
         await self.stack.filter_seen_healthy()
+        if not fresh:
+            return
+
+        async def asked() -> bool:
+            assert (await self.post(chat())).status == 200
+            return (await self.metrics()).sum("headway_decisions_total") > 0
+
+        await until(asked, 15, "decision of a new filter")
+        await self.settled()
 
     async def __aenter__(self) -> Self:
         try:

@@ -681,3 +681,31 @@ def test_a_decision_takes_milliseconds(workers: int, queued: int, limit_s: float
         f"\n{workers} workers x {queued} queued: {warm_s * 1e3:.2f} ms, {cold_s * 1e3:.1f} ms with nothing computed"
     )
     assert warm_s < limit_s
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "exact", "where"),
+    [
+        (999, None, True, {"w0", "w1"}),
+        (1000, None, True, {"w1"}),
+        (900, 100, True, {"w0", "w1"}),
+        (900, 101, True, {"w1"}),
+        (5000, None, False, {"w0", "w1"}),  # an estimate is no ground to leave anybody out
+        (9000, None, True, {"w0", "w1"}),  # too long for all: theirs to say
+    ],
+)
+def test_a_request_goes_where_its_context_fits(
+    tokens: int, max_tokens: int | None, exact: bool, where: set[str]
+) -> None:
+    bench = Bench(0)
+    for number, longest in enumerate((1000, 8000)):
+        spec = WorkerSpec(f"w{number}", endpoint(number), Settings(max_model_len=longest))
+        bench.fleet.join("m", spec)
+    served = set()
+    for _ in range(40):
+        wish = Wish(f"t{next(bench.ids)}", 0.0, max_tokens=max_tokens)
+        decision = bench.fleet.place("m", Prompt(tokens, exact=exact), wish, 0.0)
+        assert isinstance(decision, Grant)
+        served.add(decision.ticket.worker)
+        bench.fleet.finish(decision.ticket.id, Usage(), 0.0)
+    assert served == where
