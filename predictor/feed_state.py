@@ -295,7 +295,7 @@ class FeedState:
         if not complete:
             return self._unanswered(now_s)
         self._failures = 0
-        if current.batches == 0 and (current.overlaps or self._held or self._begin is not None):
+        if current.batches == 0 and (self._next > 0 or self._held):
             return self._empty_handed(current, now_s)
         self._given_up = False
         if self._begin is None:

@@ -96,7 +96,8 @@ def scene(fleet: Live, relays: dict[str, EventRelay]) -> Scene:
 async def test_in_a_steady_state_credit_is_right(scene: Scene, requests_in_a_stretch: int) -> None:
     account = await scene.talk(enough(requests_in_a_stretch))
     scene.check(account)
-    # It was worth the test: much was reused, and the caches of both were too small.
+    # It was worth the test: both served, much was reused, and the caches were too small.
+    assert {one.worker for one in account.served} == set(NAMES)
     assert sum(one.cached for one in account.served) > 0.2 * sum(len(one.tokens) for one in account.served)
     assert all(relay.hindsight.removals > 100 for relay in scene.relays.values())
 

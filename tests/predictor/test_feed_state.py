@@ -413,6 +413,26 @@ def test_a_replay_service_that_keeps_nothing_costs_the_view_once(engine: Engine)
     assert len(engine.asked) <= 6
 
 
+@pytest.mark.parametrize("looks", [1, 3, 20])
+@pytest.mark.parametrize("restarts", [0, 1, 4])
+def test_an_engine_that_had_nothing_to_say_for_long_can_still_replay(engine: Engine, looks: int, restarts: int) -> None:
+    """An empty answer is a right one, as long as nothing was published."""
+    engine.connect()
+    for _ in range(1 + restarts):
+        for _ in range(looks):
+            engine.state.expect(engine.now_s)
+            engine.wait(60)
+        engine.restart(seen=False)
+        engine.do(engine.state.doubt("restart_told", engine.now_s))
+        engine.wait(1)
+    assert engine.faults("replay_useless") == 0
+    engine.publish(2)
+    engine.lose(3)
+    engine.publish()
+    engine.wait(2)
+    assert (engine.trust, engine.view) == (Trust.LIVE, engine.history())
+
+
 class TestWithoutReplay:
     @pytest.fixture
     def engine(self) -> Engine:
