@@ -17,7 +17,7 @@ import uvloop
 
 from extproc.config import BadConfig, Config, load_config, notes, place_of
 from extproc.model_files import BadModelFiles, load_pool_text
-from extproc.recording_file import read_lines
+from extproc.recording_file import RecordingLines, read_lines
 from predictor.accuracy import as_text, summary
 from predictor.backtest import Backtest, BadOverride, foresee, read_what_if, result_lines
 from predictor.clairvoyance import BadCosts, read_costs
@@ -25,6 +25,7 @@ from predictor.recording import BadRecording, read_records
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _BACKTEST_SEED = 1
+_ADMIN_URL = "http://127.0.0.1:9464"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="tell the predictor the true costs, the lengths of answers and the requests yet to come",
     )
     report = commands.add_parser("report", help="how good a running filter's predictions have been")
-    report.add_argument("--admin", default="http://127.0.0.1:9464", metavar="URL", help="the filter's admin port")
+    asked = report.add_mutually_exclusive_group()
+    asked.add_argument("url", nargs="?", metavar="URL", help=f"the filter's admin port; {_ADMIN_URL} if not given")
+    asked.add_argument("--admin", metavar="URL", help="the same")
     chosen = parser.parse_args(arguments)
     try:
         match chosen.command:
@@ -69,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "check":
                 return _check(chosen.config)
             case "report":
-                return _report(chosen.admin)
+                return _report(chosen.url or chosen.admin or _ADMIN_URL)
             case "backtest":
                 return _backtest(chosen.recording, chosen.json, chosen.what_if, chosen.clairvoyant)
             case _:
@@ -136,7 +139,11 @@ def _backtest(recording: Path, json: Path | None, what_if: Sequence[str], costs:
             return EXIT_USAGE
     backtest = Backtest(np.random.default_rng(_BACKTEST_SEED), overrides, foresight)
     began_s = time.monotonic()
-    backtest.run(read_records(read_lines(recording)))
+    lines = RecordingLines(recording)
+    backtest.run(read_records(lines))
+    if lines.cut_off is not None:
+        read = f"{lines.lines} lines, {lines.read_bytes / 1e6:.1f} MB, were read"
+        print(f"{recording}: cut off: {lines.cut_off}; {read}", file=sys.stderr)
     took_s = time.monotonic() - began_s
     outcomes = backtest.outcomes
     if json is not None:

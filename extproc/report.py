@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.request
 from collections import defaultdict
@@ -10,6 +11,9 @@ from collections.abc import Mapping
 from prometheus_client.parser import text_string_to_metric_families
 
 _TIMEOUT_S = 10.0
+_EXAMPLE = "http://127.0.0.1:9464"
+_NOBODY = "is a filter running there? Its admin port is `listen.admin` in its config, and is named when it starts"
+_NOT_ONE = "this is not a filter's admin port. That is `listen.admin` in its config, 9464 if it says nothing"
 _Counts = Mapping[tuple[str, str], Mapping[str, float]]
 
 
@@ -19,14 +23,21 @@ class NoReport(OSError):
 
 def fetch_metrics(admin_url: str) -> str:
     """Raises NoReport."""
-    url = admin_url.rstrip("/") + "/metrics"
-    if not url.startswith(("http://", "https://")):
-        raise NoReport(f"{admin_url!r}: expected http://HOST:PORT of a filter's admin port")
+    base = admin_url.rstrip("/").removesuffix("/metrics").removesuffix("/fleet")
+    if not base.startswith(("http://", "https://")):
+        raise NoReport(f"{admin_url!r}: expected http://HOST:PORT of a filter's admin port, such as {_EXAMPLE}")
+    url = base + "/metrics"
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             text: str = answer.read().decode()
-    except (urllib.error.URLError, OSError, ValueError) as fault:
-        raise NoReport(f"{url}: {fault}") from fault
+    except urllib.error.HTTPError as fault:
+        raise NoReport(f"{url}: status {fault.code}: {_NOT_ONE}") from fault
+    except urllib.error.URLError as fault:
+        raise NoReport(f"{url}: {fault.reason}: {_NOBODY}") from fault
+    except TimeoutError as fault:
+        raise NoReport(f"{url}: no answer within {_TIMEOUT_S:g} s: {_NOT_ONE}") from fault
+    except (http.client.HTTPException, OSError, ValueError) as fault:
+        raise NoReport(f"{url}: {str(fault) or type(fault).__name__}: {_NOT_ONE}") from fault
     return text
 
 
@@ -35,9 +46,9 @@ def report(metrics: str) -> str:
     try:
         families = {family.name: family for family in text_string_to_metric_families(metrics)}
     except ValueError as fault:
-        raise NoReport(f"no page of metrics: {fault}") from fault
+        raise NoReport(f"no page of metrics ({fault}): {_NOT_ONE}") from fault
     if "headway_predictions_graded" not in families:
-        raise NoReport("no page of a filter's metrics: it has no headway_predictions_graded")
+        raise NoReport(f"no page of a filter's metrics, which would have headway_predictions_graded: {_NOT_ONE}")
 
     def counts(name: str, label: str) -> _Counts:
         found: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))

@@ -183,9 +183,14 @@ class Backtest:
         return self._now_s - (self._began_s or 0.0)
 
     def run(self, records: Iterable[Record]) -> None:
-        """Raises BadRecording for records that contradict each other."""
+        """Raises BadRecording for records that contradict each other, and BadOverride for a worker that the recording
+        does not have."""
         for record in records:
             self.take(record)
+        for name in self._what_if.of_worker:
+            if name not in self._workers:
+                known = ", ".join(sorted(self._workers)) or "none"
+                raise BadOverride(f"--what-if: unknown worker {name!r}; the recording has {known}")
 
     def take(self, record: Record) -> None:
         if not isinstance(record, Header):

@@ -8,6 +8,7 @@ import pytest
 import zstandard
 
 from enginesim.settings import CostSettings, SchedulerSettings
+from extproc import recording_file
 from extproc.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
 from extproc.recording_file import read_lines
 from predictor.recording import BadRecording, write_record
@@ -37,6 +38,44 @@ def test_a_compressed_recording_that_was_cut_off_is_read_to_there(tmp_path: Path
     path.write_bytes(packed[: len(packed) // 2])
     lines = list(read_lines(path))
     assert b"".join(lines) == text[: sum(map(len, lines))]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("part", [0.01, 0.5, 0.999])
+def test_the_command_says_that_a_recording_was_cut_off_and_how_much_was_read(
+    tmp_path: Path, text: bytes, part: float, packed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a"
+    whole = zstandard.compress(text) if packed else text
+    path.write_bytes(whole[: round(len(whole) * part)])
+    assert main(["backtest", str(path)]) == EXIT_OK
+    lines = list(read_lines(path))
+    said = f"{len(lines)} lines, {len(b''.join(lines)) / 1e6:.1f} MB, were read"
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if "cut off" in line]
+    assert told.startswith(f"{path}: cut off: ")
+    assert told.endswith(said)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_is_said_of_a_recording_that_is_whole(
+    tmp_path: Path, text: bytes, packed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(zstandard.compress(text) if packed else text)
+    assert main(["backtest", str(path)]) == EXIT_OK
+    assert "cut off" not in capsys.readouterr().err
+
+
+def test_what_is_packed_very_small_is_unpacked_piece_by_piece(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(zstandard.compress((b"x" * 999 + b"\n") * 200_000))
+    with path.open("rb") as file:
+        unpacked = recording_file._Unpacked(file)
+        largest = 0
+        while unpacked.readinto(bytearray(4096)):
+            largest = max(largest, len(unpacked._ready))
+    assert largest < 64 << 20
+    assert sum(map(len, read_lines(path))) == 200_000_000
 
 
 def test_damage_is_said(tmp_path: Path, text: bytes) -> None:
@@ -80,6 +119,7 @@ def test_the_command_can_be_told_the_future(tmp_path: Path, text: bytes, capsys:
     ("arguments", "status", "says"),
     [
         (["--what-if", "speed=2"], EXIT_USAGE, "unknown key 'speed'"),
+        (["--what-if", "w9:max_num_seqs=2"], EXIT_USAGE, "unknown worker 'w9'; the recording has w0"),
         (["--json", "/nowhere/out"], EXIT_FAILED, "/nowhere/out"),
     ],
 )

@@ -1,5 +1,6 @@
 """`headway report`: a filter's own grades, as a table."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -69,7 +70,58 @@ def test_the_command_asks_the_admin_port(admin: str, capsys: pytest.CaptureFixtu
     assert cells(capsys.readouterr().out.splitlines()[1])[:3] == ["m", "1", "100.0%"]
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "file:///etc", "nonsense"])
-def test_a_filter_that_cannot_be_asked_is_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "--admin", url]) == EXIT_FAILED
-    assert url in capsys.readouterr().err
+@pytest.mark.parametrize("page", ["", "/", "/metrics", "/fleet"])
+def test_it_may_be_named_alone_and_by_any_of_its_pages(
+    admin: str, page: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", admin + page]) == EXIT_OK
+    assert cells(capsys.readouterr().out.splitlines()[1])[:3] == ["m", "1", "100.0%"]
+
+
+NOBODY, NOT_ONE = "is a filter running there?", "not a filter's admin port"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://127.0.0.1:1", NOBODY),
+        ("http://nowhere.invalid:9464", NOBODY),
+        ("file:///etc", "expected http://HOST:PORT"),
+        ("nonsense", "expected http://HOST:PORT"),
+        ("127.0.0.1:9464", "such as http://127.0.0.1:9464"),
+        ("http://127.0.0.1:port", NOT_ONE),
+        ("http://", "expected http://HOST:PORT"),
+    ],
+)
+def test_a_filter_that_cannot_be_asked_is_named(url: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", url]) == EXIT_FAILED
+    told = capsys.readouterr().err
+    assert url in told
+    assert says in told
+    assert len(told.splitlines()) == 1
+
+
+def test_a_page_that_is_not_there_is_said(admin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", f"{admin}/deeper"]) == EXIT_FAILED
+    assert f"{admin}/deeper/metrics: status 404: this is {NOT_ONE}" in capsys.readouterr().err
+
+
+GRPC_GREETING = b"\x00\x00\x12\x04\x00\x00\x00\x00\x00"
+
+
+@pytest.mark.parametrize("answer", [b"", GRPC_GREETING, b"HTTP/1.1 200 OK\r\n\r\n\xff\xfe\xfd"])
+def test_a_port_that_does_not_speak_as_a_filter_does_is_said(answer: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of gRPC, for one: what is said there is no HTTP that is understood here."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert main(["report", f"http://127.0.0.1:{listening.getsockname()[1]}"]) == EXIT_FAILED
+        thread.join()
+    assert NOT_ONE in capsys.readouterr().err
