@@ -57,6 +57,7 @@ class _Engine:
     feeds: dict[str, KvFeed] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     probe: Probe | None = None
+    draining: bool = False
 
     def contact(self, up: bool) -> None:
         """A feed has found its engine, or lost it: either way its pages have news."""
@@ -141,7 +142,7 @@ class App:
         self._requests = requests
         self._reader = reader
         self._server = Server(processor, AccessLog(ledger, metrics, log))
-        self._admin = Admin(fleet, registry, clock)
+        self._admin = Admin(fleet, registry, clock, self._drain)
         self._zmq = zmq.asyncio.Context()
         self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -189,12 +190,15 @@ class App:
         names: dict[int | None, str] = {None: worker.name}
         if ranks is not None:
             names = {rank: f"{worker.name}/{rank}" for rank in range(ranks)}
-        engine = self._engines[worker.name] = _Engine(pool, worker, names)
+        before = self._engines.get(worker.name)
+        draining = worker.drain if before is None else before.draining
+        engine = self._engines[worker.name] = _Engine(pool, worker, names, draining=draining)
         settings = worker.settings.for_engine()
         for rank, name in names.items():
             cache, adapters = worker.cache.for_engine(), frozenset(worker.adapters)
             spec = WorkerSpec(name, worker.endpoint, settings, worker.cluster, adapters, cache, rank)
             self._fleet.join(pool, spec)
+            self._fleet.set_draining(name, draining)
             if self._recorder is not None:
                 self._recorder.worker(pool, name, settings)
             if self._store is not None:
@@ -248,6 +252,17 @@ class App:
             events = about.events.get(rank or 0)
             if events is not None and name not in engine.feeds:
                 self._follow(engine, name, events)
+
+    def _drain(self, engine: str, draining: bool) -> dict[str, int] | None:
+        known = self._engines.get(engine)
+        if known is None:
+            return None
+        known.draining = draining
+        for name in known.names.values():
+            self._fleet.set_draining(name, draining)
+        in_flight = {name: self._fleet.in_flight_on(name) for name in known.names.values()}
+        self._log("engine_drains" if draining else "engine_serves", worker=engine, in_flight=sum(in_flight.values()))
+        return in_flight
 
     def _engine_restarted(self, engine: _Engine, worker: str) -> None:
         self._log("engine_restarted", worker=worker)

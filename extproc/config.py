@@ -209,6 +209,7 @@ class WorkerConfig(_Section, frozen=True):
     kv_replay: _Zmq | None = None
     data_parallel_ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     adapters: list[_Name] = []
+    drain: bool = False
     settings: EngineSettings = EngineSettings()
     cache: CacheConfig = CacheConfig()
 
@@ -464,6 +465,8 @@ def notes(config: Config) -> Iterator[str]:
         place = f"pool {pool.name!r}"
         if not pool.workers:
             yield f"{place}: without workers its requests are answered with 503"
+        elif all(worker.drain for worker in pool.workers):
+            yield f"{place}: all of its workers drain, so that its requests are answered with 503"
         if pool.tokenizer is None:
             yield f"{place}: without a tokenizer prompts are estimated, and caches are not credited"
         for worker in pool.workers:

@@ -136,6 +136,7 @@ class FleetCollector(Collector):
             "wait_s": "Predicted wait of a newcomer",
             "cached_blocks": "Blocks known to be cached",
             "up": "1 if the probe reaches the engine",
+            "draining": "1 if the worker gets no new requests, so that it becomes empty",
             "feed_trusted": "1 if the cache view is complete (feed is live)",
             "feed_coverage": "Share of the engine's event batches that the cache view follows without a hole",
             "feed_agreement": "Share of the cache view's promises that the engine has kept lately",

@@ -186,6 +186,7 @@ class _Worker:
     runs: list[StoredRun] = field(default_factory=list)  # of a batch that has come in part
     due: list[tuple[float, str]] = field(default_factory=list)  # a heap: when a ticket's interval ends
     up: bool = True
+    draining: bool = False  # it is to become empty: it gets nothing new
     trusted: bool = True  # the cache view is live
     comings_and_goings: int = 0
     tickets: dict[str, Ticket] = field(default_factory=dict)
@@ -348,6 +349,10 @@ class Fleet:
 
     def set_up(self, worker: str, up: bool) -> None:
         self._pool_of[worker].workers[worker].up = up
+
+    def set_draining(self, worker: str, draining: bool) -> None:
+        """A worker that drains gets no request, whoever else there is or is not; what it has it may finish."""
+        self._pool_of[worker].workers[worker].draining = draining
 
     def back_off(self, worker: str, seconds: float, now_s: float) -> None:
         """The engine refused a request for want of capacity: others go elsewhere for a while, if there is elsewhere."""
@@ -651,6 +656,7 @@ class Fleet:
         return {
             "endpoint": worker.spec.endpoint,
             "up": worker.up,
+            "draining": worker.draining,
             "feed": view.trust.value,
             "feed_trusted": view.trust is Trust.LIVE,
             "feed_coverage": round(view.coverage, 4),
@@ -924,9 +930,10 @@ def _spoil_samples(worker: _Worker) -> None:
 
 
 def _eligible(workers: Iterable[_Worker], prompt: Prompt, wish: Wish, now_s: float) -> list[_Worker]:
-    """Who may be chosen: of the allowed endpoints those that could take such a request, are up, and are not full; where
-    nobody is all of that, those who lack the last of it that somebody has."""
-    allowed = [worker for worker in workers if wish.subset is None or worker.spec.endpoint in wish.subset]
+    """Who may be chosen: nobody who drains, and of the allowed endpoints those that could take such a request, are up,
+    and are not full; where nobody is all of that, those who lack the last of it that somebody has."""
+    serving = [worker for worker in workers if not worker.draining]
+    allowed = [worker for worker in serving if wish.subset is None or worker.spec.endpoint in wish.subset]
     if wish.adapter is not None:
         allowed = [worker for worker in allowed if wish.adapter in worker.spec.adapters]
     allowed = [worker for worker in allowed if _takes(worker.settings, prompt, wish)] or allowed

@@ -54,6 +54,12 @@ def worker_fault(line: str) -> list[str]:
     return faults(f"pools:\n- name: p\n  workers:\n  - name: w\n    endpoint: h:1\n    {line}\n")
 
 
+def test_a_pool_whose_workers_all_drain_is_noted() -> None:
+    text = "pools: [{name: p, workers: [{name: w, endpoint: '127.0.0.1:1', drain: true}]}]"
+    said = "pool 'p': all of its workers drain, so that its requests are answered with 503"
+    assert said in list(notes(parse_config(text, "f")))
+
+
 def test_a_good_file_says_what_it_says() -> None:
     config = parse_config(GOOD, "f.yaml")
     assert (config.listen.grpc, config.listen.admin) == ("0.0.0.0:9002", "[::1]:9464")

@@ -84,6 +84,24 @@ async def test_ranks_that_are_declared_are_there_at_once() -> None:
         assert list(await workers(admin)) == ["a/0", "a/1", "a/2"]
 
 
+async def test_an_engine_drains_with_all_of_its_ranks_also_those_that_it_tells_of_later() -> None:
+    async with FakePublisher() as first, FakePublisher() as second:
+        for publisher in (first, second):
+            publisher.drop(stored(1))
+        sources = {
+            str(rank): {"endpoint": each.endpoint, "replay_endpoint": each.replay_endpoint}
+            for rank, each in enumerate((first, second))
+        }
+        pages = Pages(metrics=PAGE.replace(b'"32"', b'"16"'), kv_event_sources=sources)
+        async with pages as engine, running(engine.endpoint, "drain: true") as admin:
+            await followed(admin, a__0=1, a__1=1)
+            seen = await workers(admin)
+            assert [worker["draining"] for worker in seen.values()] == [True, True]
+            async with aiohttp.ClientSession() as http, http.post(f"http://127.0.0.1:{admin}/serve/a") as response:
+                assert await response.json() == {"draining": False, "in_flight": {"a/0": 0, "a/1": 0}}
+            assert [worker["draining"] for worker in (await workers(admin)).values()] == [False, False]
+
+
 def test_ports_of_ranks_count_on() -> None:
     assert port_of_rank("tcp://h:5557", 0) == "tcp://h:5557"
     assert port_of_rank("tcp://h:5557", 3) == "tcp://h:5560"

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from predictor.admission import Reason, Refusal
 from predictor.cost_fit import REQUEST, STEPS, TOKENS
 from predictor.engines.vllm import Settings
+from predictor.feed_state import Trust
 from predictor.fleet import (
     Decision,
     Fleet,
@@ -157,6 +158,58 @@ def test_a_worker_that_is_down_gets_nothing_unless_all_are() -> None:
     assert {bench.grant(10, 0.0).worker for _ in range(5)} == {"w1"}
     bench.fleet.set_up("w1", up=False)
     assert isinstance(bench.place(10, 0.0), Grant)
+
+
+def test_a_worker_that_drains_gets_nothing_new_and_is_nobodys_fallback() -> None:
+    bench = Bench(3)
+    held = [bench.grant(10, 0.0) for _ in range(6)]
+    bench.fleet.set_draining("w0", True)
+    for _ in range(9):
+        decision = bench.place(10, 1.0)
+        assert isinstance(decision, Grant)
+        assert endpoint(0) not in decision.endpoints
+    before = bench.views()["w0"]
+    assert (before["draining"], before["in_flight"]) == (True, 2)
+    # What it has in flight is served and graded as ever.
+    for ticket in held:
+        bench.serve(ticket, 1.5, 2.0)
+    assert bench.views()["w0"]["in_flight"] == 0
+    bench.fleet.set_draining("w0", False)
+    assert ticket_of(bench.place(10, 3.0)).worker == "w0"
+
+
+def test_where_all_workers_drain_there_is_none() -> None:
+    bench = Bench(2)
+    bench.fleet.set_draining("w0", True)
+    bench.fleet.set_up("w1", up=False)
+    assert ticket_of(bench.place(10, 0.0)).worker == "w1", "down is what the probe thinks; draining is an order"
+    bench.fleet.set_draining("w1", True)
+    assert bench.place(10, 0.0) == NoWorker("m")
+
+
+def test_conversations_leave_a_worker_that_drains() -> None:
+    bench = Bench(2, settings=Settings(num_gpu_blocks=1000))
+    tokens = as_tokens(list(range(1, 1601)))
+    hashes = {HashFamily(16): bench.hasher.prompt_hashes(tokens, HashFamily(16), Namespace())}
+    prompt = Prompt(1600, True, hashes)
+    bench.fleet.apply(
+        "w0", Batch(0.0, (Stored(tuple(range(100)), None, tokens, 16, Tier.DEVICE, None, None, None),), 0)
+    )
+    bench.fleet.set_trust("w0", Trust.LIVE, 1.0)
+
+    def turn(now_s: float) -> str:
+        wish = Wish(f"turn at {now_s}", now_s, session="talk")
+        ticket = ticket_of(bench.fleet.place("m", prompt, wish, now_s))
+        bench.serve(ticket, now_s + 0.1, now_s + 0.2)
+        return ticket.worker
+
+    now_s = bench.teach()
+    assert [turn(now_s), turn(now_s + 1)] == ["w0", "w0"]
+    bench.fleet.set_draining("w0", True)
+    assert [turn(now_s + 2), turn(now_s + 3)] == ["w1", "w1"]
+    # Its cache is still known: with nothing of it at w1, the conversation goes back.
+    bench.fleet.set_draining("w0", False)
+    assert turn(now_s + 4) == "w0"
 
 
 def test_the_forecast_is_of_the_chosen_worker_and_starts_when_the_request_reached_us() -> None:
@@ -518,6 +571,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.names = itertools.count(1)
         self.flying: dict[str, Ticket] = {}
         self.past: list[str] = ["nobody"]
+        self.draining: set[str] = set()
         self.settings = Settings(max_num_batched_tokens=256, max_num_seqs=3)
         self.join()
 
@@ -544,6 +598,7 @@ class FleetMachine(RuleBasedStateMachine):
         if isinstance(decision, Grant):
             self.flying[decision.ticket.id] = decision.ticket
             assert decision.endpoints[0] == f"{decision.ticket.worker}:1"
+            assert not {f"{name}:1" for name in self.draining} & set(decision.endpoints)
         elif isinstance(decision, Refusal):
             assert bound_s is not None
             used_up = waited_s > bound_s
@@ -553,7 +608,7 @@ class FleetMachine(RuleBasedStateMachine):
             for priced in decision.forecasts:
                 assert used_up or priced.basis is not Basis.CURVE or priced.queue_wait_s > bound_s
         else:
-            assert not self.fleet.workers("m")
+            assert {spec.name for spec in self.fleet.workers("m")} <= self.draining
 
     @precondition(lambda self: self.flying)
     @rule(pick=st.integers(0, 99), elsewhere=st.sampled_from([None, None, 0, 1, 2]))
@@ -607,6 +662,7 @@ class FleetMachine(RuleBasedStateMachine):
         gone = self.fleet.leave(name)
         assert {t.id for t in gone} == {t.id for t in self.flying.values() if t.worker == name}
         self.released(gone)
+        self.draining.discard(name)
 
     @precondition(lambda self: self.fleet.workers("m"))
     @rule(
@@ -623,6 +679,13 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9), up=st.booleans())
     def set_up(self, pick: int, up: bool) -> None:
         self.fleet.set_up(self.worker(pick), up)
+
+    @precondition(lambda self: self.fleet.workers("m"))
+    @rule(pick=st.integers(0, 9), draining=st.booleans())
+    def set_draining(self, pick: int, draining: bool) -> None:
+        name = self.worker(pick)
+        self.fleet.set_draining(name, draining)
+        (self.draining.add if draining else self.draining.discard)(name)
 
     def worker(self, pick: int) -> str:
         return self.some([spec.name for spec in self.fleet.workers("m")], pick)
