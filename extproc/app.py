@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 import traceback
@@ -43,6 +44,8 @@ from predictor.prompt import BlockHasher
 from predictor.routing import Prefer, RoutingPolicy
 
 _HOUSEKEEPING_S = 1.0
+# A replay of 10,000 batches takes about as long.
+_FIRST_REPLAYS_S = 2.0
 # Before background work that failed by a fault of ours begins again.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
@@ -161,6 +164,7 @@ class App:
             self._keep_running("learned_store", partial(self._keep_learned, self._store))
         admin_host, admin_port = _host_port(self._config.listen.admin)
         admin_port = await self._admin.start(admin_host, admin_port)
+        await self._views_known()
         grpc_port = await self._server.start(self._config.listen.grpc)
         pools = [pool.name for pool in self._config.pools]
         self._log("listening", grpc_port=grpc_port, admin_port=admin_port, pools=pools)
@@ -184,6 +188,15 @@ class App:
             await self._store.save(pool.name for pool in self._config.pools)
         self._log("stopped")
         self._log.close()
+
+    async def _views_known(self) -> None:
+        """Returns when what the engines have stored was replayed: the first requests would else be decided without it.
+        An engine that does not answer is not waited for."""
+        feeds = [feed for engine in self._engines.values() for feed in engine.feeds.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_REPLAYS_S):
+                for feed in feeds:
+                    await feed.settled.wait()
 
     def _join(self, pool: str, worker: WorkerConfig, ranks: int | None = None) -> None:
         """Takes in an engine, as one worker or as one for each of its data-parallel ranks."""

@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from extproc.metrics import Metrics
 from extproc.recorder import Recorder
 from predictor.event_slices import groups_of, slices
-from predictor.feed_state import Apply, Clear, FeedState, Step
+from predictor.feed_state import Apply, Clear, FeedState, Step, Trust
 from predictor.fleet import Fleet
 from predictor.kv_events import Batch, Cleared, MalformedBatch, decode_pieces
 
@@ -70,6 +70,7 @@ class KvFeed:
         self._context = context
         self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE) if replays is None else replays
         self._on_contact = on_contact
+        self.settled = asyncio.Event()  # for the first time, all that the engine keeps is in the view
         self._begin()
 
     def _begin(self) -> None:
@@ -273,6 +274,8 @@ class KvFeed:
             self._metrics.kv_batches.labels(self._worker, "repeated").inc(self._state.repeated)
             self._state.repeated = 0
         self._fleet.set_trust(self._worker, self._state.trust, self._state.coverage)
+        if self._state.trust in (Trust.LIVE, Trust.PARTIAL):
+            self.settled.set()
 
     async def _breathe(self) -> None:
         """A queue of waiting batches, applied or not, never lets go of the loop by itself."""

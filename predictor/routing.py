@@ -25,6 +25,10 @@ from predictor.forecast import Forecast
 
 # Closer than this, two predictions do not differ: the choice is drawn.
 _TIE_S, _TIE_RATIO = 0.001, 0.01
+# A learned worker that had none of the recent grants is tried again by this share of requests, if they would not wait
+# much longer there: a forecast that keeps everybody away is never graded, and so never found to be wrong.
+_REVISITS = 0.05
+_REVISIT_RATIO, _REVISIT_S = 2.0, 0.05
 
 
 class Why(enum.Enum):
@@ -35,6 +39,7 @@ class Why(enum.Enum):
     SHORTER_QUEUE = "shorter_queue"  # it would have lost if nobody were waiting anywhere
     SESSION = "session"  # the prefix is not known, but the session was there before
     LEARNING = "learning"  # idle, and has yet to learn
+    REVISITED = "revisited"  # it had no request for long, and might be better than it is thought to be
     ONLY = "only"  # there is no other
 
 
@@ -96,8 +101,11 @@ def choose(
     by_cost = sorted(((cost_s(candidate, others, hint), candidate) for candidate in open_to), key=lambda pair: pair[0])
     learned = [pair for pair in by_cost if pair[1].learned]
     learner = _learner(open_to, policy.learning_share if learned else 1.0, rng)
+    revisited = None if learner is not None else _forgotten([pair[1] for pair in learned], rng)
     if learner is not None:
         winner, why = learner, Why.LEARNING
+    elif revisited is not None:
+        winner, why = revisited, Why.REVISITED
     else:
         race = learned or by_cost
         winner = _draw(race, rng)
@@ -120,6 +128,16 @@ def _learner(pool: Sequence[Candidate], share: float, rng: np.random.Generator) 
     fewest = min(candidate.samples for candidate in waiting)
     equals = [candidate for candidate in waiting if candidate.samples == fewest]
     return equals[int(rng.integers(len(equals)))]
+
+
+def _forgotten(learned: Sequence[Candidate], rng: np.random.Generator) -> Candidate | None:
+    if not any(candidate.recent_share for candidate in learned):
+        return None  # nobody has had anything yet
+    limit_s = _REVISIT_RATIO * learned[0].forecast.ttft_s + _REVISIT_S
+    out = [c for c in learned if not c.recent_share and not c.prefilling and c.forecast.ttft_s <= limit_s]
+    if not out or rng.random() >= _REVISITS:
+        return None
+    return out[int(rng.integers(len(out)))]
 
 
 def _draw(race: Sequence[tuple[float, Candidate]], rng: np.random.Generator) -> Candidate:

@@ -106,3 +106,22 @@ def test_ports_of_ranks_count_on() -> None:
     assert port_of_rank("tcp://h:5557", 0) == "tcp://h:5557"
     assert port_of_rank("tcp://h:5557", 3) == "tcp://h:5560"
     assert port_of_rank("ipc:///tmp/events", 2) == "ipc:///tmp/events_dp2"
+
+
+async def test_who_is_ready_has_read_what_its_engines_keep() -> None:
+    """The first request is decided with it."""
+    async with FakePublisher() as publisher:
+        for number in range(500):
+            publisher.drop(stored(number))
+        more = f"kv_events: {publisher.endpoint}\n    kv_replay: {publisher.replay_endpoint}"
+        async with Pages() as engine, running(engine.endpoint, more) as admin:
+            (worker,) = (await workers(admin)).values()
+            assert (worker["feed"], worker["cached_blocks"]) == ("live", 500)
+
+
+async def test_an_engine_that_is_not_there_keeps_nobody_from_being_ready() -> None:
+    began_s = time.monotonic()
+    async with running("127.0.0.1:9", "kv_events: tcp://127.0.0.1:9\n    kv_replay: tcp://127.0.0.1:10") as admin:
+        assert 1.5 < time.monotonic() - began_s < 20
+        (worker,) = (await workers(admin)).values()
+        assert worker["feed"] == "lost"

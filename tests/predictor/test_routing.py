@@ -77,6 +77,36 @@ def test_ties_are_drawn_and_everybody_in_the_tie_is_chosen_about_as_often() -> N
     assert min(chosen.values()) > 420
 
 
+def routed(candidates: list[Candidate], times: int = 4000) -> Counter[tuple[str, Why]]:
+    rng = np.random.default_rng(5)
+    counts = Counter[tuple[str, Why]]()
+    for _ in range(times):
+        choice = chosen_from(candidates, rng=rng)
+        assert choice is not None
+        counts[choice.ranked[0].forecast.worker, choice.why] += 1
+    return counts
+
+
+def test_who_had_nothing_for_long_is_tried_again_now_and_then() -> None:
+    """It would else never be found out that it is as fast as the other."""
+    counts = routed([candidate("used", share=1.0), candidate("unused", 0.8), candidate("used too", 0.9, share=0.1)])
+    assert set(counts) == {("used", Why.FASTEST), ("unused", Why.REVISITED)}
+    assert 0.04 < counts["unused", Why.REVISITED] / 4000 < 0.06
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [
+        candidate("unused", 0.8, share=0.02),
+        candidate("unused", 0.8, prefilling=1),
+        candidate("unused", 1.1),  # more than twice as long
+        candidate("unused", 0.8, feasible=False),
+    ],
+)
+def test_nobody_waits_much_longer_for_that(unused: Candidate) -> None:
+    assert set(routed([candidate("used", share=0.98), unused])) == {("used", Why.FASTEST)}
+
+
 def test_fallbacks_are_the_next_best_and_as_many_as_wanted() -> None:
     four = [candidate(name, wait_s) for name, wait_s in (("a", 4.0), ("b", 1.0), ("c", 3.0), ("d", 2.0))]
     for wanted, names in ((0, "b"), (1, "bd"), (2, "bdc"), (9, "bdca")):
