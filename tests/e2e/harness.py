@@ -197,6 +197,22 @@ class Bench:
         async with self.http.get(f"{self.stack.envoy_admin_url}/stats", params={"filter": f"^{name}$"}) as response:
             return int((await response.text()).rpartition(": ")[2] or 0)
 
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """The lines that the filter's log has so far. It writes them a little after the event."""
+        assert self.stack.filter is not None
+        lines = self.stack.filter.log.read_text().splitlines()
+        return [json.loads(line) for line in lines if f'"event":"{event}"' in line]
+
+    async def last_graded(self) -> dict[str, Any]:
+        """The log's line of the grade that was given last."""
+        count = await self.metric("headway_predictions_graded_total")
+
+        async def written() -> bool:
+            return len(self.logged("graded")) >= count
+
+        await until(written, 5, "log line of the last grade")
+        return self.logged("graded")[-1]
+
     async def settled(self, timeout_s: float = 10) -> None:
         """Nothing in flight, for the filter and for every engine."""
 

@@ -80,22 +80,7 @@ async def test_odd_but_right_answers_are_whole_and_graded_by_their_first_token(
     assert sum(bool(event["choices"]) for event in answer.events if "choices" in event) == 31
     assert await moved(bench, before) == {"graded": 1}
     slow = any("delay" in field for field in fields)
-    assert (await last_ttft_s(bench) >= 0.3) == slow
-
-
-async def last_ttft_s(bench: Bench) -> float:
-    assert bench.stack.filter is not None
-    lines: list[str] = []
-
-    async def written() -> bool:
-        assert bench.stack.filter is not None
-        lines[:] = [line for line in bench.stack.filter.log.read_text().splitlines() if '"graded"' in line]
-        return bool(lines)
-
-    await asyncio.sleep(0.1)
-    await until(written, 5, "log line")
-    told: float = json.loads(lines[-1])["actual_ttft_s"]
-    return told
+    assert ((await bench.last_graded())["actual_ttft_s"] >= 0.3) == slow
 
 
 async def test_an_empty_stream_is_an_answer_that_is_not_graded(bench: Bench) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from extproc.stack import simulator_folder
-from tests.e2e.harness import FULL_DUPLEX, Bench, chat, ext_proc_of, running, send_to, set_modes
+from tests.e2e.harness import FULL_DUPLEX, Bench, chat, ext_proc_of, running, send_to, set_modes, until
 from tests.e2e.scripted import Scripted, digest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -34,10 +34,13 @@ class Slow:
             await response.read()
             return response, body
 
-    def decisions(self) -> list[dict[str, Any]]:
-        assert self.bench.stack.filter is not None
-        lines = self.bench.stack.filter.log.read_text().splitlines()
-        return [json.loads(line) for line in lines if '"decision"' in line]
+    async def only_decision(self) -> dict[str, Any]:
+        async def written() -> bool:
+            return bool(self.bench.logged("decision"))
+
+        await until(written, 5, "log line of the decision")
+        (decision,) = self.bench.logged("decision")
+        return decision
 
     async def timeouts(self) -> int:
         return await self.bench.envoy_stat("http.llm.ext_proc.message_timeouts")
@@ -77,7 +80,7 @@ async def test_a_large_prompt_is_waited_for_and_exact(tmp_path: Path, mode: str)
         assert (response.status, response.headers.get("x-headway-worker")) == (200, "a")
         assert slow.engine.seen[-1].body_digest == digest(body)
         await slow.bench.settled()
-        (decision,) = slow.decisions()
+        decision = await slow.only_decision()
         assert decision["estimated"] is None
         assert decision["took_ms"] > 1000 * MESSAGE_TIMEOUT_S, "not slow enough to tell anything"
         assert await slow.timeouts() == 0
@@ -89,7 +92,7 @@ async def test_a_small_one_is_estimated_in_time(tmp_path: Path) -> None:
         response, _ = await slow.post(LARGE_BYTES // 3)
         assert (response.status, response.headers.get("x-headway-worker")) == (200, "a")
         await slow.bench.settled()
-        (decision,) = slow.decisions()
+        decision = await slow.only_decision()
         assert decision["estimated"] == "late"
         assert (await slow.timeouts(), await slow.asked()) == (0, 0)
 
