@@ -26,6 +26,7 @@ from extproc.metrics import Metrics
 from extproc.model_files import load_pool_text
 from extproc.prompt_reader import PromptReader
 from extproc.stack import simulator_folder
+from predictor.arrivals import RecentArrivals
 from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.forecast import Forecast
@@ -172,6 +173,10 @@ class Mirror:
         exchange = await self.send(path, **fields)
         await self.settled()
         return exchange
+
+    def forget_arrivals(self) -> None:
+        """The fleet does not expect anybody any more, until it has seen some come."""
+        self.fleet._pools[POOL].workers[WORKER].arrivals = RecentArrivals()
 
     async def settled(self) -> None:
         """Nothing has come on the feed for a while."""
