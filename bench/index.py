@@ -13,7 +13,8 @@ import numpy as np
 
 from bench.row import Row, median_ms
 from predictor.cache_index import CacheIndex
-from predictor.kv_events import decode_batch
+from predictor.event_slices import groups_of, slices
+from predictor.kv_events import decode_batch, decode_pieces
 from predictor.prompt import BlockHasher, HashFamily, Namespace, Tokens
 
 _BLOCK = 16
@@ -22,6 +23,7 @@ _CHUNK = 512  # blocks: what a step of 8,192 tokens stores
 _WORKERS = 64
 _LONG = 50_000  # blocks
 _HELD_IN_ALL = 10_000_000  # blocks
+_AT_ONCE_EVENTS, _AT_ONCE_BLOCKS = 1024, 512  # as `extproc.kv_feed` has it
 
 
 def rows() -> Iterator[Row]:
@@ -101,6 +103,7 @@ def _events() -> Iterator[Row]:
         "a step's 512 blocks stored, 512 evicted one by one": _steady(blocks, 200, [_CHUNK]),
         "32 prompts of 16 blocks stored, 512 evicted": _steady(blocks, 200, [16] * 32),
         "64 decoded blocks stored one by one, 64 evicted": _steady(blocks, 800, [1] * 64),
+        "16 of them": _steady(blocks, 1600, [1] * 16),
     }
     for name, payloads in runs.items():
         hasher = BlockHasher(np.random.default_rng(2))
@@ -109,10 +112,10 @@ def _events() -> Iterator[Row]:
         for payload in payloads.filling:
             _apply(index, "w", payload)
         spent = [_apply(index, "w", payload) for payload in payloads.steady]
-        rate = 2 * payloads.stored / sum(spent)
+        rate = 2 * payloads.stored / sum(one.cpu_s for one in spent)
         assert not index.skipped
         yield Row(f"KV events: {name}", f"{rate / 1e3:,.0f}K blocks/s", ">= 300K blocks/s")
-        yield Row("... the longest batch held the loop for", f"{max(spent) * 1e3:.1f} ms", "< 20 ms")
+        yield Row("... held the loop for at most", _held_ms(spent), "< 20 ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +131,18 @@ def _steady(capacity: int, batches: int, runs: list[int]) -> _Payloads:
 
     def stored(first: int, blocks: int) -> dict[str, object]:
         ids = rng.integers(0, 150_000, blocks * _BLOCK).tolist()
-        return _stored(names[first : first + blocks], None, ids)
+        parent = names[first - len(runs)] if blocks == 1 else None  # a sequence that is decoded goes on
+        return _stored(names[first : first + blocks], parent, ids)
 
     filling = [msgspec.msgpack.encode([0.0, [stored(at, _CHUNK)], 0]) for at in range(0, capacity - _CHUNK, _CHUNK)]
     at, gone = len(filling) * _CHUNK, 0
     steady = []
     for _ in range(batches):
-        events = [_removed(name) for name in names[gone : gone + sum(runs)]]
-        gone += sum(runs)
-        for blocks in runs:
+        events = []
+        for blocks in runs:  # whoever stores has what it needs evicted first
+            events += [_removed(name) for name in names[gone : gone + blocks]]
             events.append(stored(at, blocks))
-            at += blocks
+            gone, at = gone + blocks, at + blocks
         steady.append(msgspec.msgpack.encode([0.0, events, 0]))
     return _Payloads(filling, steady, batches * sum(runs))
 
@@ -148,7 +152,7 @@ def _ten_million() -> Iterator[Row]:
     index = CacheIndex(BlockHasher(np.random.default_rng(4)), _FAMILY)
     rng = np.random.default_rng(5)
     each = _HELD_IN_ALL // _WORKERS
-    worst_s = spent_s = 0.0
+    spent: list[_Spent] = []
     for number in range(_WORKERS):
         index.add(str(number), each)
         for first in range(0, each, _CHUNK):
@@ -156,24 +160,39 @@ def _ten_million() -> Iterator[Row]:
             names = rng.integers(0, 1 << 64, blocks, dtype=np.uint64).tolist()
             ids = rng.integers(0, 150_000, blocks * _BLOCK).tolist()
             payload = msgspec.msgpack.encode([0.0, [_stored(names, None, ids)], 0])
-            took_s = _apply(index, str(number), payload)
-            worst_s, spent_s = max(worst_s, took_s), spent_s + took_s
+            spent.append(_apply(index, str(number), payload))
     held = sum(index.blocks(str(number)) for number in range(_WORKERS))
     yield Row("10M blocks over 64 workers: memory per block", f"{index.bytes / held:.0f} B", "<= 120 B")
-    yield Row("... filled at", f"{held / spent_s / 1e3:,.0f}K blocks/s", ">= 300K blocks/s")
-    yield Row("... the longest batch held the loop for", f"{worst_s * 1e3:.1f} ms", "< 20 ms")
+    rate = held / sum(one.cpu_s for one in spent)
+    yield Row("... filled at", f"{rate / 1e3:,.0f}K blocks/s", ">= 300K blocks/s")
+    yield Row("... held the loop for at most", _held_ms(spent), "< 20 ms")
     started_s = time.perf_counter()
     index.remove("0")
     gone_s = time.perf_counter() - started_s
     yield Row("... a worker of 156,250 blocks removed in", f"{gone_s * 1e3:.2f} ms", "< 20 ms")
 
 
-def _apply(index: CacheIndex, worker: str, payload: bytes) -> float:
-    """Seconds from the payload to the index."""
-    started_s = time.perf_counter()
-    for event in decode_batch(payload).events:
-        index.apply(worker, event)
-    return time.perf_counter() - started_s
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    cpu_s: float
+    longest_s: float  # without letting others have their turn, by the clock on the wall
+
+
+def _apply(index: CacheIndex, worker: str, payload: bytes) -> _Spent:
+    """From the payload to the index, in turns as the feed takes them."""
+    cpu_s = time.process_time()
+    longest_s, at_s = 0.0, time.perf_counter()
+    for piece in decode_pieces(payload, _AT_ONCE_EVENTS):
+        for group in groups_of(slices(piece.events, _AT_ONCE_BLOCKS), _AT_ONCE_BLOCKS):
+            index.apply_all(worker, group)
+            now_s = time.perf_counter()
+            longest_s, at_s = max(longest_s, now_s - at_s), now_s
+    return _Spent(time.process_time() - cpu_s, longest_s)
+
+
+def _held_ms(spent: list[_Spent]) -> str:
+    longest = sorted(one.longest_s * 1e3 for one in spent)
+    return f"{longest[-1]:.1f} ms (p99 {longest[len(longest) * 99 // 100]:.1f})"
 
 
 def _prompt_payloads(tokens: Tokens) -> Iterator[bytes]:

@@ -22,7 +22,7 @@ from extproc.recorder import Recorder
 from predictor.event_slices import groups_of, slices
 from predictor.feed_state import Apply, Clear, FeedState, Step, Trust
 from predictor.fleet import Fleet
-from predictor.kv_events import Batch, Cleared, MalformedBatch, decode_pieces
+from predictor.kv_events import Batch, Cleared, KvEvent, MalformedBatch, decode_pieces
 
 _END = b"\xff" * 8
 _PUBLISHER_HWM = 100_000  # the engines' own default: no reason to drop earlier on our side
@@ -31,7 +31,9 @@ _REPLAY_TIMEOUT_S = 10.0
 REPLAYS_AT_ONCE = 4
 # The event loop gets its turn after so much work on events. A request takes several turns.
 _SLICE_S = 0.002
-_SLICE_BLOCKS, _SLICE_EVENTS = 512, 128
+_SLICE_EVENTS = 1024
+# Blocks that are taken in at once: fewer where that has just taken longer than a slice, on a slow or busy machine.
+_FEWEST_BLOCKS, _MOST_BLOCKS = 64, 512
 _MOST_WAITING_BYTES = 64 << 20
 # A host that is gone, or a process that is frozen, closes no connection.
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 2000
@@ -81,6 +83,7 @@ class KvFeed:
         self._roomy = asyncio.Event()
         self._changed = asyncio.Event()
         self._slice_started_s = 0.0
+        self._at_once = _MOST_BLOCKS
         self._show()
 
     async def run(self) -> None:
@@ -253,18 +256,29 @@ class KvFeed:
         self._metrics.kv_batches.labels(self._worker, "applied").inc()
 
     async def _take_in(self, batch: Batch, now_s: float | None, more: bool) -> None:
-        groups = list(groups_of(slices(batch.events, _SLICE_BLOCKS), _SLICE_BLOCKS)) or [()]
-        for number, group in enumerate(groups, start=1):
+        groups = groups_of(slices(batch.events, self._at_once), self._at_once)
+        group: tuple[KvEvent, ...] | None = next(groups, ())
+        while group is not None:
+            following = next(groups, None)
+            started_s = time.monotonic()
             part = Batch(batch.timestamp_s, group, batch.rank)
-            self._fleet.apply(self._worker, part, now_s, more or number < len(groups))
+            self._fleet.apply(self._worker, part, now_s, more or following is not None)
+            self._measure(time.monotonic() - started_s)
             for event in group:
                 if isinstance(event, Cleared):
                     self._state.emptied()
             await self._breathe()
+            group = following
         for reason, count in batch.skipped.items():
             self._metrics.kv_skipped.labels(self._worker, reason).inc(count)
             if reason in _LOST_EVENTS:
                 self._state.unreadable()
+
+    def _measure(self, took_s: float) -> None:
+        if took_s > _SLICE_S:
+            self._at_once = max(_FEWEST_BLOCKS, self._at_once // 2)
+        elif took_s < _SLICE_S / 2:
+            self._at_once = min(_MOST_BLOCKS, self._at_once * 2)
 
     def _show(self) -> None:
         for kind, count in self._state.faults.items():

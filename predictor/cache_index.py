@@ -8,6 +8,7 @@ counts more blocks than its cap.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from predictor.prompt import BlockHasher, BlockHashes, HashFamily
 _MASK = (1 << 64) - 1
 _NEVER = (1 << 32) - 1  # `born` counts up to here before it is renumbered
 # From so many blocks on, numpy's calls are cheaper than a loop.
-_MANY = 64
+_MANY = 128
+_FEW = 4  # stores that are not worth the trouble of taking them in together
 # What other tiers may hold where nobody says, in blocks of the device; and without any word at all, blocks.
 _HOST_SHARE, _STORAGE_SHARE, _DEFAULT_CAP = 8, 32, 1 << 22
 _PARKED_AT_MOST = 16_384  # orphan blocks a holder
@@ -113,6 +115,16 @@ class _View:
     stores: Mapping[Tier, str]
     own: dict[Tier, _Holder] = field(default_factory=dict)
     groups: dict[Tier, int | None] = field(default_factory=dict)  # the group of layers that is followed
+
+
+@dataclass(slots=True, eq=False)
+class _Alike:
+    """Small events of a device that can be taken in together: its removals first, then its stores."""
+
+    events: list[Stored | Removed] = field(default_factory=list)
+    stores: list[Stored] = field(default_factory=list)
+    removals: list[int] = field(default_factory=list)
+    told: set[int] = field(default_factory=set)
 
 
 class CacheIndex:
@@ -223,10 +235,97 @@ class CacheIndex:
                 self._name(view, event)
             case Cleared():
                 self.clear(worker, view.cleared)
-        if self._swept or self._to_sweep:
-            blocks = 0 if isinstance(event, Cleared) else len(event.hashes)
-            self._sweep(_SWEPT_PER_EVENT + _SWEPT_PER_BLOCK * blocks)
+        self._sweep_for(0 if isinstance(event, Cleared) else len(event.hashes))
         return first
+
+    def apply_all(self, worker: str, events: Sequence[KvEvent]) -> list[int | None]:
+        """The same as `apply` of one after the other; faster where small events follow one another."""
+        view = self._views[worker]
+        firsts: list[int | None] = []
+        while len(firsts) < len(events):
+            alike = self._alike(view, events, len(firsts))
+            if len(alike.stores) < _FEW:
+                several = alike.events or events[len(firsts) : len(firsts) + 1]
+                firsts += [self.apply(worker, event) for event in several]
+            else:
+                firsts += self._apply_alike(view, alike)
+        return firsts
+
+    def _alike(self, view: _View, events: Sequence[KvEvent], start: int) -> _Alike:
+        """As many of the next events as are small, of the device, and remove nothing that one of them stores."""
+        alike = _Alike()
+        told, size, ahead = alike.told, self.family.block_size, self.family.lookahead
+        followed = view.groups.get(Tier.DEVICE)
+        for event in itertools.islice(events, start, None):
+            if not isinstance(event, Stored | Removed) or event.tier is not Tier.DEVICE:
+                break
+            hashes = event.hashes
+            if event.group != followed and event.group is not None:
+                break
+            if isinstance(event, Removed):
+                if told and not told.isdisjoint(hashes):
+                    break
+                alike.removals.extend(hashes)
+            else:
+                if event.block_size != size or not 0 < len(hashes) < _MANY or event.lookahead != ahead:
+                    break
+                told.update(hashes)
+                alike.stores.append(event)
+            alike.events.append(event)
+        return alike
+
+    def _apply_alike(self, view: _View, alike: _Alike) -> list[int | None]:
+        holder = self._holder_for(view, Tier.DEVICE)
+        if alike.removals:
+            self._let_go(holder, alike.removals)
+        chained: list[int | None] = [*self._store_few(view, holder, alike.stores)]  # of each store the first block
+        chained += [self._store(view, event) for event in alike.stores[len(chained) :]]
+        self._sweep_for(len(alike.told) + len(alike.removals))
+        firsts = iter(chained)
+        return [next(firsts) if isinstance(event, Stored) else None for event in alike.events]
+
+    def _store_few(self, view: _View, holder: _Holder, stores: Sequence[Stored]) -> list[int]:
+        """Takes in small stores up to one that orphans have waited for, or before one whose parent is not known.
+
+        Returns our hash of the first block of each.
+        """
+        size = self.family.block_size
+        ahead = None if not self.family.lookahead else np.concatenate([event.ahead for event in stores])
+        contents = self._hasher.contents(np.concatenate([event.tokens for event in stores]), size, None, ahead).tolist()
+        names: list[int] = []
+        ours: list[int] = []
+        firsts: list[int] = []
+        here: dict[int, int] = {}
+        awaited = [one.orphans.keys() for one in self._readable(view) if one.orphans] if self._parked else []
+        for event, parent in zip(stores, self._parents(holder, stores), strict=True):
+            before = self._hasher.root if event.parent is None else here.get(event.parent, parent)
+            if before is None:
+                assert event.parent is not None, "a prompt's first block has the root for a parent"
+                before = self._resolve(view, event.parent)
+            if before is None:
+                break
+            blocks = contents[len(ours) : len(ours) + len(event.hashes)]
+            digests = self._digests(event, 1)
+            if digests is not None:
+                blocks = [content ^ digest for content, digest in zip(blocks, digests, strict=True)]
+            linked = self._hasher.link_few(before, blocks)
+            here.update(zip(event.hashes, linked, strict=True))
+            firsts.append(linked[0])
+            names += event.hashes
+            ours += linked
+            if any(not orphans.isdisjoint(event.hashes) for orphans in awaited):
+                break
+        if len(names) < _MANY or not self._hold_many(holder, np.array(names, np.uint64), np.array(ours, np.uint64)):
+            self._hold_few(holder, names, ours)
+        self._adopt(view, names)
+        self._shed(holder)
+        return firsts
+
+    def _parents(self, holder: _Holder, stores: Sequence[Stored]) -> list[int | None]:
+        """What the device's names stand for that the stores go on from; None where there is no such name, or none."""
+        ours = holder.names.views[NameTable.OURS]
+        slots = holder.names.find_few([event.parent or 0 for event in stores])
+        return [ours[at] if at >= 0 else None for at in slots]
 
     def _store(self, view: _View, event: Stored) -> int | None:
         size = self.family.block_size
@@ -244,8 +343,7 @@ class CacheIndex:
         digests = self._digests(event, ratio)
         if parent is not None and len(event.hashes) < _MANY and ratio == 1:
             chained = self._hasher.chain_few(parent, event.tokens, size, digests, event.ahead)
-            for theirs, ours in zip(event.hashes, chained, strict=True):
-                self._hold_one(holder, theirs, ours)
+            self._hold_few(holder, event.hashes, chained)
             first = chained[0] if chained else None
         else:
             extras = None if digests is None else np.array(digests, np.uint64)
@@ -320,8 +418,7 @@ class CacheIndex:
             holder.ratios.add(ratio)
             names = _part_names(names, ratio).reshape(-1)
         if len(names) < _MANY or not self._hold_many(holder, names, ours):
-            for theirs, our in zip(names.tolist(), ours.tolist(), strict=True):
-                self._hold_one(holder, theirs, our)
+            self._hold_few(holder, names.tolist(), ours.tolist())
 
     def _hold_many(self, holder: _Holder, names: Keys, ours: BlockHashes) -> bool:
         """All at once, if they are all new and distinct; else False, and nothing has changed."""
@@ -364,6 +461,32 @@ class CacheIndex:
         holder.held += len(names)
         return True
 
+    def _hold_few(self, holder: _Holder, names: Sequence[int], ours: Sequence[int]) -> None:
+        """What `_hold_one` does, for each of them."""
+        first = holder.tick(len(names))
+        claimed = holder.names.claim_few(names, NameTable.BORN, range(first, first + len(names)))
+        theirs_to_ours = holder.names.views[NameTable.OURS]
+        new: list[int] = []
+        known: list[int] = []
+        for place, at in enumerate(claimed):
+            if at >= 0:
+                theirs_to_ours[at] = ours[place]
+                new.append(ours[place])
+            else:
+                known.append(place)
+        holder.held += len(new)
+        word, mask = holder.bit >> 6, 1 << (holder.bit & 63)
+        claimed = self._holders.claim_few(new, word, [mask] * len(new))
+        masks = self._holders.views[word]
+        for our, at in zip(new, claimed, strict=True):
+            if at < 0:
+                if masks[~at] & mask:
+                    holder.more_names[our] = holder.more_names.get(our, 0) + 1
+                else:
+                    masks[~at] |= mask
+        for place in known:
+            self._hold_one(holder, names[place], ours[place])
+
     def _hold_one(self, holder: _Holder, theirs: int, ours: int) -> None:
         table = holder.names
         at = table.find_one(theirs)
@@ -404,14 +527,27 @@ class CacheIndex:
             held[held] = holder.names.born[slots[held]] != 0
             for part in parts[held].tolist():
                 self._remove_one(holder, part)
-        if len(hashes) < _MANY or not self._remove_many(holder, hashes):
+        if holder.more_copies and not holder.more_copies.keys().isdisjoint(hashes):
             for theirs in hashes:
                 self._remove_one(holder, theirs)
+        elif len(hashes) < _MANY or not self._remove_many(holder, hashes):
+            self._remove_few(holder, hashes)
+
+    def _remove_few(self, holder: _Holder, hashes: Sequence[int]) -> None:
+        """What `_remove_one` does, for each of them; none has a second copy."""
+        theirs_to_ours, born = holder.names.views
+        ours = []
+        for theirs, at in zip(hashes, holder.names.find_few(hashes), strict=True):
+            if at >= 0 and born[at]:
+                born[at] = 0
+                ours.append(theirs_to_ours[at])
+            else:
+                self._remove_unheld(holder, theirs)
+        holder.held -= len(ours)
+        self._release_few(holder, ours)
 
     def _remove_many(self, holder: _Holder, hashes: Sequence[int]) -> bool:
-        """All at once, if they are distinct and none has a second copy; else False, and nothing has changed."""
-        if holder.more_copies and not holder.more_copies.keys().isdisjoint(hashes):
-            return False
+        """All at once, if they are distinct; else False, and nothing has changed. None has a second copy."""
         names = np.array(hashes, np.uint64)
         if len(np.unique(names)) < len(names):
             return False
@@ -455,11 +591,19 @@ class CacheIndex:
         holder.names.born[slots] = 0
         holder.held -= len(slots)
         if holder.more_names or len(slots) < _MANY:
-            for one in ours.tolist():
-                self._release_one(holder, one)
+            self._release_few(holder, ours.tolist())
             return
         word, mask = holder.bit >> 6, np.uint64(~(1 << (holder.bit & 63)) & _MASK)
         self._holders.columns[word][self._holders.find(ours)] &= mask
+
+    def _release_few(self, holder: _Holder, ours: Sequence[int]) -> None:
+        if holder.more_names:
+            for one in ours:
+                self._release_one(holder, one)
+            return
+        masks, rest = self._holders.views[holder.bit >> 6], ~(1 << (holder.bit & 63)) & _MASK
+        for at in self._holders.find_few(ours):
+            masks[at] &= rest
 
     def _release_one(self, holder: _Holder, ours: int) -> None:
         if holder.more_names:
@@ -613,6 +757,10 @@ class CacheIndex:
         words = len(self._holders.columns)
         both = [[*masks, *[0] * (words - len(masks))] for masks in (self._swept, self._to_sweep)]
         return [swept | later for swept, later in zip(*both, strict=True)]
+
+    def _sweep_for(self, blocks: int) -> None:
+        if self._swept or self._to_sweep:
+            self._sweep(_SWEPT_PER_EVENT + _SWEPT_PER_BLOCK * blocks)
 
     def _sweep(self, slots: int) -> None:
         table = self._holders

@@ -14,9 +14,9 @@ import hashlib
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ _OTHER_KINDS = frozenset({
     "cross_attention", "unknown",
 })  # fmt: skip
 _MASK = (1 << 64) - 1
-_PIECE_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 17
 _NO_FIELDS: Mapping[str, object] = {}
 _Place = tuple[object, object, object]
 
@@ -132,15 +132,83 @@ def decode_pieces(payload: bytes, most_events: int) -> Iterator[Batch]:
 
     Raises MalformedBatch at once, and never while the pieces are taken.
     """
-    timestamp_s, items, rank = _unpack(payload)
-    events = max(1, min(most_events, _PIECE_BYTES * len(items) // max(1, len(payload))))
-    return (_read(timestamp_s, items[start : start + events], rank) for start in range(0, len(items), events))
-
-
-def _unpack(payload: bytes) -> tuple[float | None, list[object], int | None]:
+    if len(payload) <= _PIECE_BYTES:
+        timestamp_s, items, rank = _unpack(payload)
+        cut = (items[start : start + most_events] for start in range(0, len(items), most_events))
+        return (_read(timestamp_s, piece, rank) for piece in cut)
     try:
-        raw = msgspec.msgpack.decode(payload, strict=False)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        outline = _OUTLINE.decode(payload)
+    except _UNREADABLE:
+        timestamp_s, items, rank = _unpack(payload)
+        events = max(1, min(most_events, _PIECE_BYTES * len(items) // len(payload)))
+        return (_read(timestamp_s, items[start : start + events], rank) for start in range(0, len(items), events))
+    return (
+        _read(outline.timestamp_s, [_unpacked(item) for item in piece], outline.rank)
+        for piece in _short_pieces(outline.events, most_events)
+    )
+
+
+class _PlainStored(msgspec.Struct, tag="BlockStored", tag_field="type", gc=False):
+    """What a map of a store may hold, checked while it is unpacked; whatever else there is goes the long way."""
+
+    block_hashes: tuple[int, ...]
+    token_ids: list[int]
+    block_size: int
+    parent_block_hash: int | None = None
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    cache_salt: str | None = None
+    lookahead_token_ids: list[Any] | None = None
+
+
+class _PlainRemoved(msgspec.Struct, tag="BlockRemoved", tag_field="type", gc=False):
+    block_hashes: tuple[int, ...]
+    medium: str | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class _PlainCleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type"):
+    pass
+
+
+class _PlainBatch(msgspec.Struct, array_like=True):
+    timestamp_s: float
+    events: list[_PlainStored | _PlainRemoved | _PlainCleared]
+    rank: int | None = None
+
+
+class _Outline(msgspec.Struct, array_like=True):
+    """Of a long payload only where each event begins: the rest is unpacked in its turn."""
+
+    timestamp_s: float
+    events: list[msgspec.Raw]
+    rank: int | None = None
+
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_PLAIN = msgspec.msgpack.Decoder(_PlainBatch)
+_OUTLINE = msgspec.msgpack.Decoder(_Outline)
+_PLAIN_EVENT = msgspec.msgpack.Decoder(_PlainStored | _PlainRemoved | _PlainCleared)
+_ANYTHING = msgspec.msgpack.Decoder(strict=False)
+
+
+def _unpack(payload: bytes) -> tuple[float | None, list[Any], int | None]:
+    try:
+        plain = _PLAIN.decode(payload)
+    except _UNREADABLE:
+        return _unpack_anything(payload)
+    return plain.timestamp_s, plain.events, plain.rank
+
+
+def _unpack_anything(payload: bytes) -> tuple[float | None, list[object], int | None]:
+    try:
+        raw = _ANYTHING.decode(payload)
+    except _UNREADABLE as error:
         raise MalformedBatch(f"not msgpack: {error}") from error
     if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[1], list):
         raise MalformedBatch("expected an array [timestamp, events, rank]")
@@ -149,21 +217,51 @@ def _unpack(payload: bytes) -> tuple[float | None, list[object], int | None]:
     return timestamp_s, raw[1], rank
 
 
-def _read(timestamp_s: float | None, items: list[object], rank: int | None) -> Batch:
+def _short_pieces(items: list[msgspec.Raw], most_events: int) -> Iterator[list[msgspec.Raw]]:
+    piece: list[msgspec.Raw] = []
+    size = 0
+    for item in items:
+        length = len(memoryview(item))
+        if piece and (len(piece) == most_events or size + length > _PIECE_BYTES):
+            yield piece
+            piece, size = [], 0
+        piece.append(item)
+        size += length
+    if piece:
+        yield piece
+
+
+def _unpacked(item: msgspec.Raw) -> object:
+    """One event of a long payload; None where it cannot be read."""
+    try:
+        return _PLAIN_EVENT.decode(item)
+    except _UNREADABLE:
+        pass
+    try:
+        return _ANYTHING.decode(item)
+    except _UNREADABLE:
+        return None
+
+
+def _read(timestamp_s: float | None, items: Sequence[object], rank: int | None) -> Batch:
     events: list[KvEvent] = []
     skipped: Counter[str] = Counter()
-    removals: list[tuple[int, list[list[int]]]] = []  # an event, and the hashes of those that go with it
-    more: list[list[int]] = []
+    removals: list[tuple[int, list[Sequence[int]]]] = []  # an event, and the hashes of those that go with it
+    more: list[Sequence[int]] = []
     place: _Place | None = None  # of the removal before, as it stands there
     for item in items:
-        if isinstance(item, dict) and item.get("type") == "BlockRemoved":
+        if type(item) is _PlainStored and (event := _at_a_glance(item)) is not None:
+            place = None
+            events.append(event)
+            continue
+        if isinstance(item, _PlainRemoved) or (isinstance(item, dict) and item.get("type") == "BlockRemoved"):
             # vLLM tells one evicted block an event, hundreds in a row: those of one place are read at a glance.
-            if place is not None and place == _place(item) and _only_hashes(item.get("block_hashes")):
-                more.append(item["block_hashes"])
+            hashes = item.block_hashes if isinstance(item, _PlainRemoved) else item.get("block_hashes")
+            if place is not None and place == _place(item) and _only_hashes(hashes):
+                more.append(hashes)
                 continue
             place, more = _place(item), []
-            here = len(events)
-            removals.append((here, more))
+            removals.append((len(events), more))
         else:
             place = None
         try:
@@ -175,18 +273,46 @@ def _read(timestamp_s: float | None, items: list[object], rank: int | None) -> B
         if others:
             first = events[at]
             assert isinstance(first, Removed)
-            hashes = itertools.chain(first.hashes, itertools.chain.from_iterable(others))
-            events[at] = Removed(tuple(hashes), first.tier, first.group)
+            events[at] = Removed(tuple(itertools.chain(first.hashes, *others)), first.tier, first.group)
     return Batch(timestamp_s, tuple(events), rank, skipped)
 
 
-def _place(item: Mapping[str, object]) -> _Place:
+def _at_a_glance(item: _PlainStored) -> Stored | None:
+    """The usual store, of which decoding makes many small ones; None: it has to be looked at."""
+    hashes, parent, keys, kind = item.block_hashes, item.parent_block_hash, item.extra_keys, item.kv_cache_spec_kind
+    tier = _TIERS.get(item.medium or "")
+    blocks = len(hashes)
+    if (
+        tier is None
+        or not blocks
+        or item.lora_id is not None
+        or item.lora_name is not None
+        or item.cache_salt is not None
+        or item.lookahead_token_ids is not None
+        or len(item.token_ids) != blocks * item.block_size
+        or not 0 < item.block_size <= MAX_BLOCK_SIZE
+        or (keys is not None and not len(keys) == keys.count(None) == blocks)
+        or (kind is not None and kind not in _PREFIX_KINDS)
+        or (parent is not None and parent <= 0)
+        or min(hashes) < 0
+    ):
+        return None
+    try:
+        tokens = np.frombuffer(array("I", item.token_ids), np.uint32)
+    except OverflowError:
+        return None
+    return Stored(hashes, parent, tokens, item.block_size, tier, None, None, item.group_idx)
+
+
+def _place(item: _PlainRemoved | Mapping[str, object]) -> _Place:
+    if isinstance(item, _PlainRemoved):
+        return item.medium, item.group_idx, item.kv_cache_spec_kind
     return item.get("medium"), item.get("group_idx"), item.get("kv_cache_spec_kind")
 
 
-def _only_hashes(raw: object) -> bool:
+def _only_hashes(raw: object) -> TypeGuard[Sequence[int]]:
     """Whether these are 64-bit unsigned integers already."""
-    if not isinstance(raw, list):
+    if not isinstance(raw, (list, tuple)):
         return False
     try:
         array("Q", raw)
@@ -196,6 +322,8 @@ def _only_hashes(raw: object) -> bool:
 
 
 def _event(item: object) -> KvEvent:
+    if type(item) is _PlainRemoved and item.kv_cache_spec_kind is None and min(item.block_hashes, default=-1) >= 0:
+        return Removed(item.block_hashes, _tier(item.medium), item.group_idx)
     tag, fields = _tag_and_fields(item)
     if tag == "BlockStored":
         return _stored(fields)
@@ -208,6 +336,8 @@ def _event(item: object) -> KvEvent:
 
 
 def _tag_and_fields(item: object) -> tuple[object, Mapping[str, object]]:
+    if isinstance(item, (_PlainStored, _PlainRemoved, _PlainCleared)):
+        return item.__struct_config__.tag, msgspec.structs.asdict(item)
     if isinstance(item, dict):
         return item.get("type"), item
     if isinstance(item, list) and item:
@@ -307,8 +437,9 @@ def _lookahead(raw: object, blocks: int) -> Tokens | None:
         return None
     if not isinstance(raw, list) or len(raw) != blocks:
         raise _Skip("malformed")
-    rows = [row for row in raw if isinstance(row, list) and len(row) == len(raw[0])]
-    if len(rows) != len(raw) or not 0 < len(rows[0]) <= MAX_LOOKAHEAD:
+    width = len(raw[0]) if isinstance(raw[0], list) else 0
+    rows = [row for row in raw if isinstance(row, list) and len(row) == width]
+    if len(rows) != len(raw) or not 0 < width <= MAX_LOOKAHEAD:
         # Blocks with and without in one event have no common rule.
         if all(row is None or row == [] for row in raw):
             return None
@@ -364,7 +495,7 @@ def _block_keys(entry: object, lora_name: str | None) -> tuple[object, ...]:
 
 
 def _hashes(raw: object) -> tuple[int, ...]:
-    if not isinstance(raw, list):
+    if not isinstance(raw, (list, tuple)):
         raise _Skip("malformed")
     try:
         array("Q", raw)
@@ -383,7 +514,7 @@ def _hash(value: object) -> int:
 
 
 def _tier(medium: object) -> Tier:
-    if medium is None:
+    if medium is None or medium == "GPU":
         return Tier.DEVICE
     tier = _TIERS.get(medium.upper()) if isinstance(medium, str) else None
     if tier is None:

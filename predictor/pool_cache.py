@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -117,31 +117,36 @@ class PoolCache:
 
     def apply(self, worker: str, batch: Batch) -> list[StoredRun]:
         """Takes in a batch, and returns what it says of blocks that were computed."""
+        cache = self._caches[worker]
+        if batch.events:
+            cache.view.announced()
+        firsts: list[int | None] = []
+        for together in self._by_family(worker, cache, batch.events):
+            firsts += self._indexes[cache.family].apply_all(worker, together)
         runs = []
-        for event in batch.events:
-            first = self.apply_event(worker, event)
+        for event, first in zip(batch.events, firsts, strict=True):
             if isinstance(event, Stored) and event.tier is Tier.DEVICE and event.hashes:
                 runs.append(StoredRun(first, event.parent, event.hashes[-1], len(event.hashes)))
+                if first is not None and cache.first_stored.waiting:
+                    cache.first_stored.stored(first, len(event.hashes))
         return runs
 
-    def apply_event(self, worker: str, event: KvEvent) -> int | None:
-        """Of blocks that were stored on a device and have their place, our hash of the first."""
-        cache = self._caches[worker]
-        cache.view.announced()
-        if isinstance(event, Stored) and event.tier is Tier.DEVICE:
-            self._look_at_family(worker, cache, event)
-        first = self._indexes[cache.family].apply(worker, event)
-        if first is not None and cache.first_stored.waiting:
-            assert isinstance(event, Stored)
-            cache.first_stored.stored(first, len(event.hashes))
-        return first
+    def _by_family(self, worker: str, cache: _Cache, events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
+        """Events for which the worker's family is the same, each after what they show of it was looked at."""
+        begun = 0
+        for at, event in enumerate(events):
+            if isinstance(event, Stored) and event.tier is Tier.DEVICE:
+                if event.block_size == cache.family.block_size and event.lookahead == cache.family.lookahead:
+                    cache.strangers = 0
+                    continue
+                yield events[begun:at]
+                begun = at
+                self._look_at_family(worker, cache, event)
+        yield events[begun:]
 
     def _look_at_family(self, worker: str, cache: _Cache, event: Stored) -> None:
-        """Events show how an engine hashes better than any list of its options does."""
+        """The event is of another: events show how an engine hashes better than any list of its options does."""
         shown = HashFamily(event.block_size, event.lookahead)
-        if shown == cache.family:
-            cache.strangers = 0
-            return
         cache.strangers += 1
         if cache.strangers >= _STRANGERS or not self._indexes[cache.family].blocks(worker):
             self._move(worker, cache, shown)

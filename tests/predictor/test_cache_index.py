@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -677,6 +677,89 @@ def test_every_tier_has_its_own_cap_which_follows_the_devices_where_nobody_tells
     # A store that never tells what it evicts is taken to evict the oldest.
     assert 600 <= index.blocks("a", Tier.HOST) <= 640
     assert index.match(prompt(*range(2 * 6_368, 2 * 6_400)))["a"] == TieredRun(0, 32)
+
+
+def contents_of(index: CacheIndex, worker: str) -> dict[str, object]:
+    """All that an index knows of a worker, but for the order in which it came to know it."""
+    told: dict[str, object] = {"orphans": index.orphans(worker), "skipped": +index.skipped, "groups": {}}
+    view = index._views[worker]
+    told["groups"] = dict(view.groups)
+    for tier, holder in view.own.items():
+        slots = holder.names.live_slots()
+        mask = np.uint64(1 << (holder.bit & 63))
+        held = index._holders.live_slots()
+        held = held[index._holders.columns[holder.bit >> 6][held] & mask != 0]
+        told[tier.value] = {
+            "names": dict(zip(holder.names.keys_at(slots), holder.names.ours[slots].tolist(), strict=True)),
+            "copies": holder.more_copies,
+            "more names": holder.more_names,
+            "held": holder.held,
+            "blocks": set(index._holders.keys_at(held)),
+        }
+    return told
+
+
+# Names that are few, so that they are stored twice, removed, stored with other content, and gone on from, known or not.
+few_names = st.integers(0, 6)
+small_stores = st.builds(
+    lambda names, parent, content, lora, salted, tier, group: store(
+        names,
+        [token for name in names for token in (name if content is None else content, 0)],
+        parent,
+        lora_name=lora,
+        extra_keys=(("salt",), *[()] * (len(names) - 1)) if salted else None,
+        tier=tier,
+        group=group,
+    ),
+    st.lists(few_names, min_size=1, max_size=5),
+    st.none() | few_names,
+    st.none() | st.none() | st.integers(0, 3),
+    st.none() | st.none() | st.just("a"),
+    st.booleans(),
+    st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.HOST]),
+    st.sampled_from([None, None, None, 0, 1]),
+)
+small_removals = st.builds(
+    lambda names, tier, group: removal(*names, tier=tier, group=group),
+    st.lists(few_names, min_size=1, max_size=4),
+    st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.HOST]),
+    st.sampled_from([None, None, None, 0, 1]),
+)
+cleared = st.just(Cleared())
+others = st.builds(lambda names: Named(tuple(names), Tier.HOST), st.lists(few_names, min_size=1, max_size=3))
+small_events = st.integers(0, 20).flatmap(
+    lambda kind: small_stores if kind < 12 else small_removals if kind < 19 else others if kind < 20 else cleared
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(small_events, min_size=4, max_size=30),
+    st.sampled_from([1, 65]),
+    st.integers(4, 30),
+    st.sampled_from([3, 128]),
+)
+def test_an_index_cannot_tell_events_taken_in_together_from_one_after_the_other(
+    events: list[Stored | Removed | Named | Cleared], bits: int, at_once: int, many: int
+) -> None:
+    one_by_one, together = CacheIndex(hasher(), FAMILY), CacheIndex(hasher(), FAMILY)
+    for index in (one_by_one, together):
+        for number in range(bits):
+            index.add(str(number))
+            index.apply(str(number), store([100 + number], [number, number]))
+    worker = str(bits - 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_index, "_MANY", many)
+        patch.setattr(cache_index, "_FEW", 1)
+        firsts = [one_by_one.apply(worker, event) for event in events]
+        taken = [
+            first
+            for start in range(0, len(events), at_once)
+            for first in together.apply_all(worker, events[start : start + at_once])
+        ]
+    assert taken == firsts
+    assert contents_of(together, worker) == contents_of(one_by_one, worker)
+    assert len(together) == len(one_by_one)
 
 
 def test_births_are_renumbered_before_they_overflow() -> None:

@@ -25,6 +25,7 @@ KEYS = st.integers(0, 40) | st.integers(0, 40).map(lambda number: number << 58)
 KEYS |= st.integers(0, 2**64 - 1).filter(lambda key: key != hash_table._STAND_IN)  # for which key 0 passes
 STEPS = st.lists(
     st.tuples(st.just("one"), KEYS, st.integers(0, 2**64 - 1))
+    | st.tuples(st.just("few"), st.lists(KEYS, unique=True, max_size=60), st.integers(0, 2**64 - 1))
     | st.tuples(st.just("many"), st.lists(KEYS, unique=True, max_size=60), st.integers(0, 2**64 - 1))
     | st.tuples(st.just("let go"), st.lists(KEYS, unique=True, max_size=60), st.none()),
     max_size=40,
@@ -42,6 +43,15 @@ def test_a_table_finds_what_was_entered_and_what_was_let_go_of_is_dead(steps: li
             twin[told] = ours
             continue
         assert isinstance(told, list)
+        if verb == "few":
+            live = [key in twin for key in told]
+            claimed = table.claim_few(told, NameTable.BORN, [1] * len(told))
+            assert [slot < 0 for slot in claimed] == live
+            for at in claimed:
+                table.views[NameTable.OURS][at if at >= 0 else ~at] = ours
+            assert table.find_few(told) == [at if at >= 0 else ~at for at in claimed]
+            twin |= dict.fromkeys(told, ours)
+            continue
         keys = np.array(told, np.uint64)
         slots = table.find(keys)
         if verb == "many":
@@ -59,23 +69,29 @@ def test_a_table_finds_what_was_entered_and_what_was_let_go_of_is_dead(steps: li
     slots = table.find(everything)
     assert (slots >= 0).all()
     assert table.ours[slots].tolist() == list(twin.values())
-    assert [table.find_one(key) for key in twin] == slots.tolist()
+    assert [table.find_one(key) for key in twin] == table.find_few(twin) == slots.tolist()
     others = [key for key in range(50) if key not in twin]
     for key, at in zip(others, table.find(np.array(others, np.uint64)).tolist(), strict=True):
         assert at == table.find_one(key)
         assert at < 0 or not table.born[at]
 
 
-@pytest.mark.parametrize("at_a_time", [1, 7, 512, 60_000])
-def test_a_table_grows_by_splitting_and_forgets_nothing(at_a_time: int) -> None:
-    count = 60_000 if at_a_time > 1 else 6_000
+@pytest.mark.parametrize(
+    ("at_a_time", "few"), [(1, False), (7, False), (512, False), (60_000, False), (1, True), (100, True), (6_000, True)]
+)
+def test_a_table_grows_by_splitting_and_forgets_nothing(at_a_time: int, few: bool) -> None:
+    count = 60_000 if at_a_time > 1 and not few else 6_000
     rng = np.random.default_rng(at_a_time)
     keys = np.unique(rng.integers(0, 2**64, count, dtype=np.uint64))
     rng.shuffle(keys)
     table = NameTable()
     for first in range(0, len(keys), at_a_time):
         some = keys[first : first + at_a_time]
-        if at_a_time == 1:
+        if few:
+            claimed = table.claim_few(some.tolist(), NameTable.BORN, [1] * len(some))
+            assert min(claimed) >= 0, "all are new"
+            table.ours[np.array(claimed)] = some
+        elif at_a_time == 1:
             enter(table, int(some[0]), int(some[0]))
         else:
             table.insert(some, some, np.uint32(1))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginesim import kv_events as engine
+from predictor import kv_events
 from predictor.kv_events import (
     Arrival,
     Batch,
@@ -232,6 +233,8 @@ SKIPPED: list[tuple[Any, str]] = [
     (as_map(lookahead_token_ids=5), "malformed"),
     (as_map(lookahead_token_ids=[[5]]), "malformed"),
     (as_map(lookahead_token_ids=[[5], None]), "lookahead_form"),
+    (as_map(lookahead_token_ids=[None, [5]]), "lookahead_form"),
+    (as_map(lookahead_token_ids=[5, [5]]), "lookahead_form"),
     (as_map(lookahead_token_ids=[[5], [6, 7]]), "lookahead_form"),
     (as_map(lookahead_token_ids=[[5], ["x", 0.5]]), "lookahead_form"),
     (as_map(lookahead_token_ids=[[5], [0.5]]), "token_form"),
@@ -366,6 +369,62 @@ def test_whatever_stands_in_a_batch_each_event_is_read_or_counted(
             assert event.ahead is None or event.ahead.shape == (len(event.hashes), event.lookahead)
         if not isinstance(event, Cleared):
             assert all(0 <= one < 2**64 for one in event.hashes)
+
+
+plain_maps = st.builds(
+    lambda hashes, parent, changes: {
+        **as_map(block_hashes=hashes, parent_block_hash=parent, token_ids=[7] * (2 * len(hashes)), extra_keys=None),
+        **changes,
+    },
+    st.lists(st.integers(-(2**63), 2**64 - 1), max_size=3),
+    st.none() | st.integers(-(2**63), 2**64 - 1),
+    st.dictionaries(st.sampled_from(list(FULL)), values, max_size=2),
+)
+removal_maps = st.builds(
+    lambda hashes, changes: {
+        "type": "BlockRemoved",
+        "block_hashes": hashes,
+        "medium": "GPU",
+        "group_idx": 0,
+        **changes,
+    },
+    st.lists(st.integers(-(2**63), 2**64 - 1), max_size=3),
+    st.dictionaries(st.sampled_from(["block_hashes", "medium", "group_idx", "kv_cache_spec_kind"]), values, max_size=1),
+)
+many_kinds = plain_maps | plain_maps | damaged_maps | removal_maps | st.just({"type": "AllBlocksCleared"}) | values
+
+
+@given(st.lists(many_kinds, max_size=4), st.booleans())
+def test_what_is_read_at_a_glance_is_what_a_closer_look_says(events: list[object], long: bool) -> None:
+    payload = encode(*events)
+    closely = kv_events._read(*kv_events._unpack_anything(payload))
+    with pytest.MonkeyPatch.context() as patch:
+        if long:
+            patch.setattr(kv_events, "_PIECE_BYTES", 1)  # every payload is a long one
+        pieces = list(decode_pieces(payload, 1)) if long else [decode_batch(payload)]
+    told = [comparable(event) for piece in pieces for event in piece.events]
+    if long:  # neighbouring removals that came in pieces
+        told = [one for event in told for one in one_by_one(event)]
+        assert told == [one for event in closely.events for one in one_by_one(comparable(event))]
+    else:
+        assert told == list(map(comparable, closely.events))
+    assert sum((Counter(piece.skipped) for piece in pieces), Counter()) == Counter(closely.skipped)
+    assert all((piece.timestamp_s, piece.rank) == (12.5, 3) for piece in pieces)
+
+
+def one_by_one(event: tuple[object, ...]) -> list[tuple[object, ...]]:
+    if event[0] != "removed":
+        return [event]
+    assert isinstance(event[1], tuple)
+    return [("removed", name, *event[2:]) for name in event[1]]
+
+
+def test_of_a_long_payload_an_event_that_cannot_be_read_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = encode({"type": "AllBlocksCleared"}, {"type": "BlockRemoved", "block_hashes": [1], "medium": "abcd"})
+    damaged = payload.replace(b"abcd", b"\xff\xff\xff\xff")
+    monkeypatch.setattr(kv_events, "_PIECE_BYTES", 1)
+    first, second = decode_pieces(damaged, 8)
+    assert (first.events, second.events, dict(second.skipped)) == ((Cleared(),), (), {"malformed": 1})
 
 
 def is_removal(event: object) -> bool:
