@@ -44,8 +44,8 @@ from predictor.prompt import BlockHasher
 from predictor.routing import Prefer, RoutingPolicy
 
 _HOUSEKEEPING_S = 1.0
-# A replay of 10,000 batches takes about as long.
-_FIRST_REPLAYS_S = 2.0
+# A replay of 10,000 batches takes about as long; on a busy machine one that is under way may take longer.
+_FIRST_REPLAYS_S, _LONGEST_REPLAYS_S = 2.0, 10.0
 # Before background work that failed by a fault of ours begins again.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
@@ -193,10 +193,13 @@ class App:
         """Returns when what the engines have stored was replayed: the first requests would else be decided without it.
         An engine that does not answer is not waited for."""
         feeds = [feed for engine in self._engines.values() for feed in engine.feeds.values()]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FIRST_REPLAYS_S):
-                for feed in feeds:
-                    await feed.settled.wait()
+        began_s = time.monotonic()
+        for wait_s in (_FIRST_REPLAYS_S, _LONGEST_REPLAYS_S):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(began_s + wait_s - time.monotonic()):
+                    for feed in feeds:
+                        await feed.settled.wait()
+            feeds = [feed for feed in feeds if feed.replaying and not feed.settled.is_set()]
 
     def _join(self, pool: str, worker: WorkerConfig, ranks: int | None = None) -> None:
         """Takes in an engine, as one worker or as one for each of its data-parallel ranks."""

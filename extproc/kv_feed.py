@@ -75,6 +75,11 @@ class KvFeed:
         self.settled = asyncio.Event()  # for the first time, all that the engine keeps is in the view
         self._begin()
 
+    @property
+    def replaying(self) -> bool:
+        """A replay is coming in, and is not at its end."""
+        return self._state.trust is Trust.REPLAYING and self._state.coverage > 0
+
     def _begin(self) -> None:
         self._state = FeedState(can_replay=self._replay_endpoint is not None)
         self._inbox: deque[_Verb] = deque()

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import pytest
 
 from extproc.app import App
 from extproc.config import parse_config, port_of_rank
@@ -125,3 +126,21 @@ async def test_an_engine_that_is_not_there_keeps_nobody_from_being_ready() -> No
         assert 1.5 < time.monotonic() - began_s < 20
         (worker,) = (await workers(admin)).values()
         assert worker["feed"] == "lost"
+
+
+@pytest.mark.parametrize(("batches", "known_at_once"), [(30, True), (2000, False)])
+async def test_a_replay_that_is_coming_in_is_waited_for_but_not_for_ever(
+    batches: int, known_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.app._FIRST_REPLAYS_S", 0.3)
+    monkeypatch.setattr("extproc.app._LONGEST_REPLAYS_S", 6.0)
+    async with FakePublisher() as publisher:
+        publisher.pause_before_each_s = 0.02
+        for number in range(batches):
+            publisher.drop(stored(number))
+        more = f"kv_events: {publisher.endpoint}\n    kv_replay: {publisher.replay_endpoint}"
+        began_s = time.monotonic()
+        async with Pages() as engine, running(engine.endpoint, more) as admin:
+            (worker,) = (await workers(admin)).values()
+            assert (worker["feed"] == "live") == known_at_once
+            assert 0.3 < time.monotonic() - began_s < 20
