@@ -108,6 +108,7 @@ class App:
                 pool.fairness.enabled,
                 pool.adapter_names,
                 config.gateway.original_dst,
+                pool.admission.remove_bound_field,
             )
             pools.update(dict.fromkeys((*pool.model_names, *pool.adapter_names), judged))
         requests = RequestReader(tokenization.threads, tokenization.deadline_s, config.large_deadline_s)

@@ -133,6 +133,7 @@ class Admission(_Section, frozen=True):
     overload_kv_demand: Annotated[float, msgspec.Meta(ge=1, le=1e6)] | None = 4.0
     risk: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.3
     on_reject: Literal["retry", "fail"] = "retry"
+    remove_bound_field: bool = False
     guard: GuardConfig = GuardConfig()
 
 

@@ -186,6 +186,8 @@ class Continue(msgspec.Struct, frozen=True, gc=False):
     body_modes: Protocol | None = None
     """Ask for these body modes from here on. Heard only in answers to headers, and only if the filter's configuration
     has `allow_mode_override`; else Envoy ignores it."""
+    body: bytes | None = None
+    """Instead of the body that came. Only in answers to a whole body; in FULL_DUPLEX_STREAMED the pieces count."""
 
 
 class Echo(msgspec.Struct, frozen=True, gc=False):

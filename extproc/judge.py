@@ -18,7 +18,7 @@ from extproc.prompt_reader import PoolText, PromptReader, ReadPrompt
 from extproc.recorder import Recorder
 from extproc.request_reader import RequestReader, UndecodableBody
 from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
-from extproc.wishes import BadWish, read_wishes
+from extproc.wishes import BOUND_FIELD, BadWish, read_wishes
 from predictor.admission import OnReject, Refusal
 from predictor.fleet import Decision, Fleet, Grant, NoWorker, Wish
 
@@ -34,6 +34,7 @@ class Pool:
     by_tenant: bool = False  # tenants share it fairly
     adapters: frozenset[str] = frozenset()  # models that are LoRA adapters
     name_one: bool = False  # tell Envoy the chosen endpoint alone as well
+    removes_bound: bool = False  # its engines refuse fields that they do not know
 
 
 @dataclass(slots=True)
@@ -103,6 +104,11 @@ class Judge:
         read = await self._reader.read(pool.text, request, self._fleet.hash_families(pool.name), case.patient)
         if read.estimated is not None:
             self._metrics.estimated.labels(read.estimated.value).inc()
+        body = None
+        if pool.removes_bound and case.body is not None and _names_bound(request, case.body):
+            result, body = await self._requests.cut(case, BOUND_FIELD)
+            if result is not None:
+                self._metrics.bound_fields.labels(pool.name, result.value).inc()
         wish = Wish(
             ticket_id=next(self._ids),
             received_at_s=exchange.received_at_s,
@@ -128,7 +134,7 @@ class Judge:
         self._report(pool, request, read, wish, decision, now_s - body_at_s)
         match decision:
             case Grant():
-                return Route(replies.route(decision, pool.scores, pool.name_one))
+                return Route(replies.route(decision, pool.scores, pool.name_one), body)
             case Refusal():
                 return Reject(replies.shed(decision, case.api, wishes.on_reject or pool.on_reject))
             case NoWorker():
@@ -155,6 +161,11 @@ class Judge:
         self._log.later(
             "decision", request_log.decision, name, tokens, estimated, request.streaming, wish, decision, took_s
         )
+
+
+def _names_bound(request: LlmRequest, body: bytes) -> bool:
+    """Whether the body has the field, be it null. One that is found in a text only costs a look."""
+    return request.max_queue_wait_s is not None or BOUND_FIELD.encode() in body
 
 
 def _subset(metadata: Metadata) -> frozenset[str] | None:

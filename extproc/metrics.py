@@ -79,6 +79,12 @@ class Metrics:
             "engine_refusals", "Answers by which an engine said that it is full", "pool", "worker", "status"
         )
         self.undecodable = plain("bodies_undecodable", "Compressed bodies that were not read")
+        self.bound_fields = counter(
+            "bound_fields",
+            "Bodies with max_queue_wait_s for engines that refuse it, by what became of it",
+            "pool",
+            "result",
+        )
         self.ended = counter("requests_ended", "Ends of granted requests, by who told us", "source")
         self.learned = counter("prefill_samples", "Prefills learned from", "pool", "worker")
         self.bugs = counter("bugs", "Faults of ours that were caught at a border", "where")

@@ -1,8 +1,10 @@
-"""From what Envoy showed of a request to its fields: whole or in part, compressed, huge, or nothing but headers."""
+"""From what Envoy showed of a request to its fields: whole or in part, compressed, huge, or nothing but headers. And to
+the same body without a field."""
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +14,7 @@ from extproc.apis.request import OpaquePrompt
 from extproc.content_encoding import Undecodable, decode, is_plain
 from extproc.exchange import Headers
 from extproc.session import MAX_BODY_BYTES, Decide
+from extproc.spare_field import CannotCut, without_field
 
 # Gateways that send no bodies name the model here (Envoy AI Gateway; llm-d's payload processor).
 _MODEL_HEADERS = ("x-ai-eg-model", "x-gateway-model-name")
@@ -19,10 +22,23 @@ _UNKNOWN_BODY_BYTES = 4096
 # Takes 2 ms. Nobody was ever seen to send prompts so, let alone long ones.
 _TRANSCODED_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# To cut a field out of so much takes some milliseconds at worst; out of more it is done beside the event loop.
+_CUT_AT_ONCE_BYTES = 8192
 
 
 class UndecodableBody(Unreadable):
     """Compressed in a way that we cannot, or will not, take apart."""
+
+
+class Cut(enum.Enum):
+    """What became of a field that an engine would refuse."""
+
+    REMOVED = "removed"
+    COMPRESSED = "compressed"  # left alone, as in all that follow: what is forwarded is what the caller compressed
+    OTHER_ENCODING = "other_encoding"  # UTF-16 or UTF-32
+    INCOMPLETE = "incomplete"  # only its beginning was to be seen
+    TOO_LARGE = "too_large"
+    TOO_HARD = "too_hard"  # it took too long, or has too many strings and brackets
 
 
 class RequestReader:
@@ -43,6 +59,28 @@ class RequestReader:
         deadline_s = self._patient_deadline_s if case.patient else self._deadline_s
         body = await self._decoded(case.body, case.headers.get("content-encoding"), deadline_s)
         return read_large(body) if len(body) > PARSED_BYTES else case.api.read(_as_utf8(body))
+
+    async def cut(self, case: Decide, field: str) -> tuple[Cut | None, bytes | None]:
+        """What becomes of this field in the body that goes on, and that body where it is another one. None and None:
+        there is no such field."""
+        body = case.body
+        if body is None or not case.complete:
+            return Cut.INCOMPLETE, None
+        if not is_plain(case.headers.get("content-encoding")):
+            return Cut.COMPRESSED, None
+        if len(body) > PARSED_BYTES:
+            return Cut.TOO_LARGE, None
+        if json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
+            return Cut.OTHER_ENCODING, None
+        try:
+            if len(body) <= _CUT_AT_ONCE_BYTES:
+                rest = without_field(body, field)
+            else:
+                work = asyncio.get_running_loop().run_in_executor(self._executor, without_field, body, field)
+                rest = await asyncio.wait_for(work, self._patient_deadline_s if case.patient else self._deadline_s)
+        except (CannotCut, TimeoutError):
+            return Cut.TOO_HARD, None
+        return (None, None) if rest is body else (Cut.REMOVED, rest)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

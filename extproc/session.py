@@ -79,6 +79,7 @@ class Passed(enum.Enum):
 
 class Route(msgspec.Struct, frozen=True, gc=False):
     reply: Continue
+    body: bytes | None = None  # to go on instead of the one that came
 
 
 class Reject(msgspec.Struct, frozen=True, gc=False):
@@ -207,8 +208,10 @@ class Session:
         if self.state is not State.DECIDING:
             return []
         match verdict:
-            case Route(reply):
+            case Route(reply, body):
                 self.state = State.AWAIT_ANSWER
+                if body is not None:
+                    reply = self._with_body(reply, body)
                 actions: list[Action] = [
                     Send(msgspec.structs.replace(reply, phase=self._decision_phase)),
                     *self._send_back(),
@@ -221,6 +224,16 @@ class Session:
                 return [Send(reply), *self._close()]
             case Pass(reason):
                 return self._pass(self._decision_phase, reason)
+
+    def _with_body(self, reply: Continue, body: bytes) -> Continue:
+        """Another body goes on, as long as the headers say: Envoy compares, and would send one without a length."""
+        if self._headers.get("content-length") is not None:
+            length = ("content-length", str(len(body)))
+            reply = msgspec.structs.replace(reply, set_headers=(*reply.set_headers, length))
+        if not self._duplex_request:
+            return msgspec.structs.replace(reply, body=body)
+        self._pieces = [body]
+        return reply
 
     @property
     def _duplex_request(self) -> bool:

@@ -280,7 +280,7 @@ def write(reply: Reply) -> ProcessingResponse:
             return _refusal(reply)
         case Echo():
             return _echo(reply)
-        case Continue(phase, (), (), metadata, False, None) if not metadata:
+        case Continue(phase, (), (), metadata, False, None, None) if not metadata:
             return _PLAIN[phase]
         case Continue():
             return _changes(reply)
@@ -319,6 +319,8 @@ def _changes(reply: Continue) -> ProcessingResponse:
     else:
         mutation = part.response.header_mutation
         part.response.clear_route_cache = reply.clear_route_cache
+        if reply.body is not None:
+            part.response.body_mutation.body = reply.body
     _set_headers(mutation, reply.set_headers)
     if reply.remove_headers:
         mutation.remove_headers.extend(reply.remove_headers)

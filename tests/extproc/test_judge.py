@@ -1,5 +1,7 @@
 """From headers and body to a verdict."""
 
+import time
+
 import msgspec
 import pytest
 
@@ -226,3 +228,32 @@ async def test_a_start_that_nobody_trusts_counts_for_nothing(bench: Bench) -> No
     ticket = bench.filter.fleet.ticket("boot-1")
     assert ticket is not None
     assert ticket.forecast.already_waited_s == 0.0
+
+
+@pytest.mark.parametrize("value", [10, None])
+async def test_where_engines_refuse_the_bounds_field_another_body_goes_on(value: object) -> None:
+    filter_ = Filter(removes_bound=True)
+    body = msgspec.json.encode({"model": "m", "max_queue_wait_s": value, "prompt": [1, 2]})
+    case = Decide(openai_completions.API, Headers(), body)
+    verdict = await filter_.judge.decide(case, Exchange(received_at_s=time.monotonic()))
+    assert isinstance(verdict, Route)
+    assert verdict.body == b'{"model":"m","prompt":[1,2]}'
+    assert filter_.counted("bound_fields", pool="m", result="removed") == 1
+
+
+async def test_where_they_do_not_the_body_goes_on_as_it_is(bench: Bench) -> None:
+    verdict = await bench.decide(max_queue_wait_s=10)
+    assert isinstance(verdict, Route)
+    assert verdict.body is None
+
+
+async def test_a_body_without_the_field_is_not_counted_as_one_with_it() -> None:
+    filter_ = Filter(removes_bound=True)
+    for text in (b"{}", b'{"max_queue_wait_s":1}'):
+        body = b'{"model":"m","prompt":[1,2],"metadata":' + text + b"}"
+        verdict = await filter_.judge.decide(
+            Decide(openai_completions.API, Headers(), body), Exchange(received_at_s=time.monotonic())
+        )
+        assert isinstance(verdict, Route)
+        assert verdict.body is None
+    assert filter_.counted("bound_fields", pool="m", result="removed") == 0

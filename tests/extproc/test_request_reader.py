@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from extproc.apis.large_body import PARSED_BYTES
 from extproc.apis.request import ChatPrompt, OpaquePrompt
 from extproc.content_encoding import Undecodable
 from extproc.exchange import Headers
-from extproc.request_reader import RequestReader, UndecodableBody
+from extproc.request_reader import Cut, RequestReader, UndecodableBody
 from extproc.session import MAX_BODY_BYTES, Decide
 
 BODY = b'{"model":"m","stream":true,"max_tokens":9,"messages":[{"role":"user","content":"hi"}]}'
@@ -188,7 +189,7 @@ async def test_a_fault_in_a_thread_that_nobody_waits_for_is_not_shouted_about(mo
     reader.close()
 
 
-async def longest_stall_s(work: asyncio.Task[LlmRequest]) -> float:
+async def longest_stall_s(work: asyncio.Task[Any]) -> float:
     """How long the event loop was away at most while the work was done."""
     worst_s, last_s = 0.0, time.perf_counter()
     while not work.done():
@@ -229,3 +230,60 @@ async def test_tools_that_are_null_are_no_tools(reader: RequestReader) -> None:
     request = await reader.read(case(BODY[:-1] + b',"tools":null}'))
     assert isinstance(request.prompt, ChatPrompt)
     assert request.prompt.tools is None
+
+
+# A field that goes on to nobody
+
+BOUNDED = BODY[:-1] + b',"max_queue_wait_s":10}'
+
+
+@pytest.mark.parametrize("pad", [0, 100_000])
+async def test_a_field_is_cut_out_of_a_body_small_or_large(reader: RequestReader, pad: int) -> None:
+    body = padded(pad) if pad else BODY
+    bounded = body[:-1] + b',"max_queue_wait_s":10}'
+    assert await reader.cut(case(bounded), "max_queue_wait_s") == (Cut.REMOVED, body)
+    assert await reader.cut(case(b"\xef\xbb\xbf" + bounded), "max_queue_wait_s") == (
+        Cut.REMOVED,
+        b"\xef\xbb\xbf" + body,
+    )
+    assert await reader.cut(case(body), "max_queue_wait_s") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [
+        (coded(gzip.compress(BOUNDED)), Cut.COMPRESSED),
+        (case(BOUNDED.decode().encode("utf-16")), Cut.OTHER_ENCODING),
+        (case(BOUNDED, complete=False), Cut.INCOMPLETE),
+        (case(None), Cut.INCOMPLETE),
+        (case(padded(PARSED_BYTES)[:-1] + b',"max_queue_wait_s":10}'), Cut.TOO_LARGE),
+        (case(BODY[:-1] + b',"a":[' + b"[]," * 600_000 + b'0],"max_queue_wait_s":10}'), Cut.TOO_HARD),
+    ],
+    ids=lambda value: value.value if isinstance(value, Cut) else "",
+)
+async def test_a_body_that_it_cannot_be_cut_out_of_is_left_alone(reader: RequestReader, left: Decide, why: Cut) -> None:
+    assert await reader.cut(left, "max_queue_wait_s") == (why, None)
+
+
+async def test_cutting_that_takes_too_long_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(request_reader, "without_field", lambda body, field: released.wait(30) and body)
+    reader = RequestReader(threads=1, deadline_s=0.05)
+    try:
+        assert await reader.cut(case(padded(100_000)), "max_queue_wait_s") == (Cut.TOO_HARD, None)
+    finally:
+        released.set()
+        reader.close()
+
+
+@pytest.mark.parametrize("piece", [b'"",', b"[[]],", b'"' + b'\\"' * 500 + b'",', b"12345678,"])
+async def test_the_event_loop_goes_on_while_a_field_is_cut_out(reader: RequestReader, piece: bytes) -> None:
+    # As large as one may be of which the strings and brackets are still all looked at.
+    count = min(6_000_000 // len(piece), 200_000)
+    body = BODY[:-1] + b',"a":[' + piece * count + b'0],"max_queue_wait_s":10}'
+    stalls_s = []
+    for _ in range(4):
+        work = asyncio.create_task(reader.cut(case(body), "max_queue_wait_s"))
+        stalls_s.append(await longest_stall_s(work))
+        assert work.result()[0] is Cut.REMOVED
+    assert min(stalls_s) < STALL_S, stalls_s

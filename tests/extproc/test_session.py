@@ -29,6 +29,7 @@ from extproc.exchange import (
     Unknown,
 )
 from extproc.session import (
+    PIECE_BYTES,
     Action,
     Answered,
     Close,
@@ -451,3 +452,35 @@ def test_comments_that_keep_the_line_open_are_no_first_token() -> None:
     for _ in range(3):
         assert session.on_event(answer(b": keep-alive\n\n")) == go_on(Phase.RESPONSE_BODY)
     assert session.on_event(answer(TOKEN))[0] == Answered(AnswerKind.STREAMED, 200, None)
+
+
+# Another body than the one that came
+
+
+@pytest.mark.parametrize("mode", [BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL])
+@pytest.mark.parametrize("length", [None, "2"])
+def test_another_body_goes_on_with_its_own_length(mode: BodyMode, length: str | None) -> None:
+    session = Session()
+    told = [(":method", "POST"), (":path", "/v1/chat/completions"), *([("content-length", length)] if length else [])]
+    protocol = Protocol(mode, BodyMode.STREAMED)
+    session.on_event(RequestHeaders(Headers(told), False, protocol, NOTHING, NOTHING))
+    session.on_event(body(b"{}"))
+    (sent,) = session.decided(Route(ROUTE.reply, b"{  }"))
+    lengths = (("content-length", "4"),) if length else ()
+    assert sent == Send(Continue(Phase.REQUEST_BODY, (*ROUTE.reply.set_headers, *lengths), body=b"{  }"))
+
+
+def test_in_full_duplex_another_body_is_sent_back_in_pieces() -> None:
+    session = Session()
+    told = Headers([(":method", "POST"), (":path", "/v1/chat/completions"), ("content-length", "5")])
+    session.on_event(RequestHeaders(told, False, DUPLEX, NOTHING, NOTHING))
+    session.on_event(body(b"{", end_of_stream=False))
+    session.on_event(body(b"   }"))
+    other = b"x" * (PIECE_BYTES + 1)
+    first, *pieces = session.decided(Route(ROUTE.reply, other))
+    lengths = ("content-length", str(len(other)))
+    assert first == Send(Continue(Phase.REQUEST_HEADERS, (*ROUTE.reply.set_headers, lengths)))
+    assert pieces == [
+        Send(Echo(Phase.REQUEST_BODY, other[:PIECE_BYTES], end_of_stream=False)),
+        Send(Echo(Phase.REQUEST_BODY, other[PIECE_BYTES:], end_of_stream=True)),
+    ]

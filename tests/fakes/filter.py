@@ -29,7 +29,12 @@ class Filter:
     `port` is set once it is started.
     """
 
-    def __init__(self, workers: dict[str, str] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        workers: dict[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        removes_bound: bool = False,
+    ) -> None:
         rng = np.random.default_rng(7)
         hasher = BlockHasher(rng)
         self.registry = CollectorRegistry()
@@ -41,9 +46,10 @@ class Filter:
         self.text = PoolText(OneTokenAByte(), None)
         self.ledger = Ledger(self.fleet, self.metrics, self.log, clock)
         self.reader = PromptReader(hasher, 1, 8, 5.0, lambda fault: None)
+        pool = Pool("m", self.text, adapters=frozenset({"sql", "poems"}), removes_bound=removes_bound)
         self.judge = Judge(
             self.fleet,
-            dict.fromkeys(("m", "sql", "poems"), Pool("m", self.text, adapters=frozenset({"sql", "poems"}))),
+            dict.fromkeys(("m", "sql", "poems"), pool),
             RequestReader(1, 5.0),
             self.reader,
             self.ledger,
