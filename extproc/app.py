@@ -377,6 +377,7 @@ def pool_policy(pool: PoolConfig) -> PoolPolicy:
                 Prefer.CACHE: pool.routing.others.cache,
             },
             pool.routing.session_hint,
+            pool.routing.refusal_s,
             learning.share,
         ),
         admission=AdmissionPolicy(

@@ -149,6 +149,7 @@ class Routing(_Section, frozen=True):
     prefer: Literal["latency", "balanced", "cache"] = "balanced"
     others: Others = Others()
     session_hint: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    refusal_s: _SecondsOrZero = 30.0
 
 
 class Fairness(_Section, frozen=True):

@@ -75,6 +75,10 @@ class Limits:
     def bounded(self) -> bool:
         return self.max_queue_wait_s is not None or self.max_ttft_s is not None
 
+    def allows_wait_s(self, own_s: float) -> float:
+        """What a request that takes `own_s` to its first token once it has begun may wait."""
+        return min(_or_inf(self.max_queue_wait_s), max(0.0, _or_inf(self.max_ttft_s) - own_s))
+
 
 @dataclass(frozen=True, slots=True)
 class Prospect:

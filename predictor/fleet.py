@@ -6,6 +6,7 @@ two requests can never both take the same idle worker.
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
 from bisect import bisect_right
@@ -30,6 +31,7 @@ from predictor.admission import (
     refuse,
 )
 from predictor.arrivals import RecentArrivals
+from predictor.crowding import Crowding
 from predictor.engines.vllm import Sequence, Settings, room_beside
 from predictor.fairness import FairnessPolicy, TenantUse
 from predictor.feed_state import Trust
@@ -107,6 +109,14 @@ class Wish:
     tenant: str | None = None  # who shares the pool with whom, where that counts
     session: str | None = None  # what the caller calls the conversation
     adapter: str | None = None  # LoRA adapter that must be loaded
+
+
+class Attempt(enum.Enum):
+    """How often a request has been tried to be placed, where it may be held for a while."""
+
+    FINAL = "final"  # a refusal is one
+    FIRST = "first"  # a refusal is none yet: whoever carries it out says so (`Fleet.refused`)
+    AGAIN = "again"  # the same, of a request that was counted before
 
 
 @dataclass(slots=True)
@@ -221,6 +231,7 @@ class _Pool:
     sessions: OrderedDict[str, str] = field(default_factory=OrderedDict)  # to the worker that served them last
     guard: Guard = field(init=False)
     use: TenantUse | None = field(init=False)
+    crowding: Crowding = field(default_factory=Crowding)
 
     def __post_init__(self) -> None:
         self.lengths = OutputLengths(self.policy.default_output_tokens)
@@ -435,7 +446,7 @@ class Fleet:
 
     # Requests
 
-    def place(self, pool: str, prompt: Prompt, wish: Wish, now_s: float) -> Decision:
+    def place(self, pool: str, prompt: Prompt, wish: Wish, now_s: float, attempt: Attempt = Attempt.FINAL) -> Decision:
         """Forecasts every worker, chooses, and books the ticket before it returns. KeyError for an unknown pool."""
         home = self._pools[pool]
         workers = _eligible(home.workers.values(), prompt, wish, now_s)
@@ -456,14 +467,19 @@ class Fleet:
         objections: list[Reason | None] = [None] * len(prospects)
         if home.mode is not Mode.OFF:
             objections = [objection(prospect, limits) for prospect in prospects]
-        choice = self._choose(home, workers, prospects, [found is None for found in objections], wish)
+        choice = self._choose(home, workers, prospects, [found is None for found in objections], wish, limits)
+        if limits.bounded and attempt is not Attempt.AGAIN:
+            own_s = min(prospect.forecast.prefill_s for prospect in prospects)
+            full = choice is None and any(found in (Reason.QUEUE_WAIT, Reason.TTFT) for found in objections)
+            home.crowding.decided(limits.allows_wait_s(own_s), own_s, full)
         refusal = None
         if choice is None:
             refusal = refuse(prospects, objections, limits, home.policy.retry, self._rng)
             if home.mode is Mode.ENFORCE:
-                self._watch(home, wish, refusal, now_s)
+                if attempt is Attempt.FINAL:
+                    self._watch(home, wish, refusal, now_s)
                 return refusal
-            choice = self._choose(home, workers, prospects, [True] * len(prospects), wish)
+            choice = self._choose(home, workers, prospects, [True] * len(prospects), wish, limits)
             assert choice is not None, "with everybody open, somebody is chosen"
         chosen = choice.ranked[0].forecast
         server = home.workers[chosen.worker]
@@ -476,6 +492,10 @@ class Fleet:
         return Grant(
             ticket, _endpoints(specs), forecasts, choice.why, server.spec.cluster, refusal, rank=server.spec.rank
         )
+
+    def refused(self, pool: str, wish: Wish, refusal: Refusal, now_s: float) -> None:
+        """A refusal that was not yet one is carried out: from now on it is watched whether it was right."""
+        self._watch(self._pools[pool], wish, refusal, now_s)
 
     def place_on(self, worker: str, prompt: Prompt, wish: Wish, now_s: float) -> Ticket:
         """Forecasts and books on this worker, whoever else would be better: where a recording says that it went."""
@@ -739,6 +759,7 @@ class Fleet:
         prospects: ReadOnly[Prospect],
         open_to: ReadOnly[bool],
         wish: Wish,
+        limits: Limits,
     ) -> Choice | None:
         grants, recent = Counter(home.recent), max(1, len(home.recent))
         known = any(prospect.forecast.cached_tokens for prospect in prospects)
@@ -758,6 +779,7 @@ class Fleet:
                     uncached_prefill_s=cost.alone_s(0, priced.prompt_tokens, worker.settings.max_num_batched_tokens),
                     eviction_s=home.reuse * cost.tokens_s(0, _evicted_tokens(home, worker, priced)),
                     session=worker.spec.name == last,
+                    crowded_out=0.0 if limits.bounded else home.crowding.crowds_out(priced.wait_s, priced.prefill_s),
                 )
             )
         return choose(candidates, home.policy.routing, wish.prefer, self._rng)

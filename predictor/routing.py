@@ -3,7 +3,8 @@
 The cost of a placement is what it costs the caller, the predicted time to first token, and what it costs others. Each
 second of prefill keeps those waiting who come behind, and prompts that are cached push out others that will have to be
 prefilled again. How much others count is the pool's or the caller's preference, and how busy the pool is: with nobody
-else there, nobody pays.
+else there, nobody pays. Where requests with a bound are being refused, one without a bound pays for those too that
+it crowds out (`crowding.py`).
 
 That also decides when a conversation leaves the worker that holds its history. Moving costs its prefill once for the
 caller and once more for others, so that a short wait is sat out, and a long one is not.
@@ -61,6 +62,7 @@ class RoutingPolicy:
         default_factory=lambda: {Prefer.LATENCY: 0.0, Prefer.BALANCED: 1.0, Prefer.CACHE: 4.0}
     )
     session_hint: float = 0.5
+    refusal_s: float = 30.0  # a request without a bound rather waits so much longer than have one with a bound refused
     learning_share: float = 0.1  # of recent grants, per worker that has not learned
     fallbacks: int = 2
 
@@ -76,6 +78,7 @@ class Candidate:
     uncached_prefill_s: float  # its own prefill if nothing were cached
     eviction_s: float = 0.0  # prefill that others will have to repeat because of it
     session: bool = False  # it served this session last, and nothing better is known
+    crowded_out: float = 0.0  # requests with a bound that will be refused because of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +98,13 @@ def choose(
     if not open_to:
         return None
     busy = sum(candidate.prefilling > 0 for candidate in candidates) / len(candidates)
-    others = policy.others[prefer or policy.prefer] * busy
+    weight = policy.others[prefer or policy.prefer]
+    others = weight * busy
     hint = policy.session_hint
+    refusal_s = policy.refusal_s if weight else 0.0
 
-    by_cost = sorted(((cost_s(candidate, others, hint), candidate) for candidate in open_to), key=lambda pair: pair[0])
+    costs = ((cost_s(candidate, others, hint, refusal_s), candidate) for candidate in open_to)
+    by_cost = sorted(costs, key=lambda pair: pair[0])
     learned = [pair for pair in by_cost if pair[1].learned]
     learner = _learner(open_to, policy.learning_share if learned else 1.0, rng)
     revisited = None if learner is not None else _forgotten([pair[1] for pair in learned], rng)
@@ -114,11 +120,12 @@ def choose(
     return Choice((winner, *rest[: policy.fallbacks]), why)
 
 
-def cost_s(candidate: Candidate, others: float, session_hint: float = 0.0) -> float:
+def cost_s(candidate: Candidate, others: float, session_hint: float = 0.0, refusal_s: float = 0.0) -> float:
     """Seconds of the caller's time, with those of others at their weight."""
     own_s = candidate.forecast.prefill_s
     saved_s = session_hint * own_s if candidate.session else 0.0
-    return candidate.forecast.ttft_s - saved_s + others * (own_s - saved_s + candidate.eviction_s)
+    price_s = others * (own_s - saved_s + candidate.eviction_s) + refusal_s * candidate.crowded_out
+    return candidate.forecast.ttft_s - saved_s + price_s
 
 
 def _learner(pool: Sequence[Candidate], share: float, rng: np.random.Generator) -> Candidate | None:

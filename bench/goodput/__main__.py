@@ -145,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
         named = {"workload": chosen.workload, "fleet": str(fleet), "load": load}
         results += [{**named, **asdict(got)} for got in scores]
         shown = {result["policy"] for result in best_limit_only(results[-len(scores) :])}
-        _show(f"{chosen.workload}, {fleet}, load {load:g}", [got for got in scores if got.policy in shown])
+        show(f"{chosen.workload}, {fleet}, load {load:g}", [got for got in scores if got.policy in shown])
     if chosen.out is not None:
         chosen.out.write_text(json.dumps(results, indent=1))
     return 0
@@ -158,7 +158,7 @@ def best_limit_only(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [result for result in results if result not in limited or result is best]
 
 
-def _show(title: str, scores: list[Score]) -> None:
+def show(title: str, scores: list[Score]) -> None:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("policy", "served", "bounded", "refused", "p50", "p90", "p99", "hits", "Mtok", "false", "under"):
         table.add_column(column, no_wrap=True)

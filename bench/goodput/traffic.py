@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import numpy as np
 
@@ -32,7 +32,7 @@ def from_trace(path: Path, count: int, per_s: float, bound_s: float, seed: int, 
     arrivals, lengths times `scale`, every other one with the bound."""
     rng = np.random.default_rng(seed)
     asks, at_s = [], 0.0
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+    with open_trace(path) as lines:
         for line, number in zip(lines, range(count), strict=False):
             record = json.loads(line)
             at_s += float(rng.exponential(1 / per_s))
@@ -42,6 +42,11 @@ def from_trace(path: Path, count: int, per_s: float, bound_s: float, seed: int, 
             output = max(1, round(record["output_length"] * scale))
             asks.append(Ask(at_s, tokens, output, bound_s if number % 2 else None))
     return asks
+
+
+def open_trace(path: Path) -> IO[str]:
+    """Its lines, compressed or not."""
+    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
 
 
 def _block(name: int, size: int) -> Iterator[int]:

@@ -137,8 +137,12 @@ class World:
 
 def alone_s(costs: CostSettings, limits: SchedulerSettings, request: Request) -> float:
     """What the engine would take to the first token if there were nothing else."""
-    cached, prompt = request.cached_tokens or 0, request.prompt_tokens
-    steps = ceil(max(1, prompt - cached) / limits.max_num_batched_tokens)
+    return seconds_alone(costs, limits.max_num_batched_tokens, request.prompt_tokens, request.cached_tokens or 0)
+
+
+def seconds_alone(costs: CostSettings, step_tokens: int, prompt: int, cached: int) -> float:
+    """For a prompt of so many tokens, of which some are cached."""
+    steps = ceil(max(1, prompt - cached) / step_tokens)
     linear_s = costs.prefill_us_per_token / 1e6 * (prompt - cached)
     square_s = costs.prefill_ns_per_token2 / 1e9 * (prompt * prompt - cached * cached)
     return steps * costs.step_ms / 1e3 + linear_s + square_s

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +22,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from predictor.admission import AdmissionPolicy, Mode
 from predictor.engines.vllm import Settings
-from predictor.fleet import Fleet, PoolPolicy, Usage, Wish, WorkerSpec
+from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
+from predictor.hindsight import Verdict
 from predictor.kv_events import decode_batch
 from predictor.prefill_cost import Basis, StepCost
 from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt
@@ -130,13 +133,16 @@ class Observer:
     max_tokens_told: bool = False
     truth: Costs | None = None  # true costs given instead of learned
     lengths_told: bool = False  # true output lengths given
+    bound_s: float | None = None  # on the wait of every other request: what refusing would have been worth
     clairvoyant_every: int = 0  # one of so many requests is also predicted by a shadow that knows the future
     offset_s: float = 1000.0
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(5)
         self.hasher = BlockHasher(rng)
-        self.fleet = Fleet([PoolPolicy(_POOL)], self.hasher, rng)
+        # Nobody is refused: a recorded run has served them all. Each refusal that would have been is graded by that.
+        policy = PoolPolicy(_POOL, admission=AdmissionPolicy(Mode.SHADOW if self.bound_s is not None else Mode.OFF))
+        self.fleet = Fleet([policy], self.hasher, rng)
         self.fleet.join(_POOL, WorkerSpec(_WORKER, "10.0.0.1:8000", self.settings))
         self.worker = self.fleet._pool_of[_WORKER].workers[_WORKER]
         if self.truth is not None:
@@ -146,6 +152,7 @@ class Observer:
             for verb in ("add", "add_decode", "add_steps"):
                 setattr(self.worker.cost, verb, lambda sample: False)
             self.worker.shadow.set_cost(cost)
+        self.kept = Counter[bool]()  # of those that would have been let in, whether their bound was kept
         self.clairvoyant: dict[int, float] = {}
         self.slowest_s = 0.0
         self.spent_s = 0.0
@@ -167,8 +174,14 @@ class Observer:
             begun = time.perf_counter()
             if kind == "arrive":
                 told = arrivals[what].output_tokens if self.max_tokens_told else None
-                wish = Wish(f"{offset_s}-{what}", now_s, max_tokens=told)
-                ticket = self.fleet.place_on(_WORKER, prompt, wish, now_s)
+                bound_s = self.bound_s if what % 2 else None
+                wish = Wish(f"{offset_s}-{what}", now_s, max_tokens=told, max_queue_wait_s=bound_s)
+                if self.bound_s is None:
+                    ticket = self.fleet.place_on(_WORKER, prompt, wish, now_s)
+                else:
+                    granted = self.fleet.place(_POOL, prompt, wish, now_s)
+                    assert isinstance(granted, Grant), "in shadow mode everybody is let in"
+                    ticket = granted.ticket
                 predicted[what] = ticket.forecast
                 names[what] = ticket.id
                 if self.clairvoyant_every and what % self.clairvoyant_every == 0:
@@ -182,7 +195,9 @@ class Observer:
                 self.fleet.apply(_WORKER, batch, now_s)
             elif kind == "first":
                 at[what] = event_s
-                self.fleet.first_token(f"{offset_s}-{what}", None, now_s)
+                first = self.fleet.first_token(f"{offset_s}-{what}", None, now_s)
+                if first is not None and first.grade is not None and first.ticket.would_refuse is None:
+                    self.kept.update([] if first.grade.kept_bound is None else [first.grade.kept_bound])
             else:
                 arrival = arrivals[what]
                 usage = Usage(arrival.prompt_tokens, recording.cached[what], arrival.output_tokens)
@@ -208,7 +223,9 @@ class Observer:
         return outcomes
 
 
-def observer(recording: Recording, true_costs: bool = False, lengths_told: bool = False) -> Observer:
+def observer(
+    recording: Recording, true_costs: bool = False, lengths_told: bool = False, bound_s: float | None = None
+) -> Observer:
     told = recording.work.settings
     return Observer(
         Settings(
@@ -222,6 +239,7 @@ def observer(recording: Recording, true_costs: bool = False, lengths_told: bool 
         ),
         truth=recording.work.costs if true_costs else None,
         lengths_told=lengths_told,
+        bound_s=bound_s,
     )
 
 
@@ -236,12 +254,13 @@ def main() -> None:
     parser.add_argument("--true-costs", action="store_true")
     parser.add_argument("--lengths-told", action="store_true")
     parser.add_argument("--clairvoyant", type=int, default=0, metavar="EVERY")
+    parser.add_argument("--bound", type=float, metavar="SECONDS", help="on every other request: who would be refused?")
     parser.add_argument("--dump", type=Path)
     parser.add_argument("workloads", nargs="*", default=workloads.NAMES)
     asked = parser.parse_args()
     for name in asked.workloads:
         recording = record(name, asked.recordings)
-        watcher = observer(recording, asked.true_costs, asked.lengths_told)
+        watcher = observer(recording, asked.true_costs, asked.lengths_told, asked.bound)
         watcher.clairvoyant_every = asked.clairvoyant
         runs = [watcher.play(recording)] + ([watcher.play(recording)] if asked.warm else [])
         for label, outcomes in zip(("", " (warm)"), runs, strict=False):
@@ -257,6 +276,12 @@ def main() -> None:
                 f"{watcher.spent_s:.1f} s in all\n"
             )
             sys.stdout.flush()
+        if asked.bound is not None:
+            verdicts = Counter(review.verdict for _, review in watcher.fleet.take_reviews(watcher.offset_s))
+            wrong, refused = verdicts[Verdict.FALSE_ALARM], verdicts[Verdict.FALSE_ALARM] + verdicts[Verdict.RIGHT]
+            late, let_in = watcher.kept[False], watcher.kept.total()
+            said = f"bound {asked.bound:g} s: {wrong} of {refused} refusals wrong, {late} of {let_in} let in late"
+            sys.stdout.write(f"{'':34s} {said}\n")
         if watcher.clairvoyant:
             told = watcher.clairvoyant
             exact = Accuracy.of([(told[o.number], o.actual_s) for o in runs[-1] if o.number in told])

@@ -170,6 +170,24 @@ def test_what_is_served_does_not_collapse_at_twice_the_load_as_it_does_under_pla
     assert at_2 > 1.2 * plain
 
 
+def test_where_some_have_a_bound_the_others_wait_behind_each_other_so_that_more_is_served_in_time() -> None:
+    def served(policy: Headway | LeastRequest) -> float:
+        asks = overload(3, 700, 36.0)
+        world = World([COSTS] * 3, LIMITS, policy).run(asks)
+        late = [outcome for outcome in world.outcomes.values() if outcome.asked_at_s >= asks[-700].at_s]
+        return sum(outcome.served for outcome in late) / len(late)
+
+    names = worker_names(3)
+
+    def headway(refusal_s: float) -> Headway:
+        return Headway(names, LIMITS, SEED, PoolPolicy("m", routing=RoutingPolicy(refusal_s=refusal_s)))
+
+    roomy, plain, least = served(headway(30.0)), served(headway(0.0)), served(LeastRequest(names, SEED))
+    sys.stdout.write(f"\nserved: {roomy:.1%}, {plain:.1%} without the price, {least:.1%} under least request")
+    assert roomy > plain + 0.03
+    assert roomy > least
+
+
 def test_from_a_cold_start_at_full_load_nobody_is_refused_before_anything_is_learned() -> None:
     policy = Headway(worker_names(2), LIMITS, SEED)
     rng = np.random.default_rng(SEED)
