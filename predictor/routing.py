@@ -39,6 +39,7 @@ class Why(enum.Enum):
     CACHE = "cache"  # without the prefix it holds it would not have won, or would take more than twice as long
     SHORTER_QUEUE = "shorter_queue"  # it would have lost if nobody were waiting anywhere
     SESSION = "session"  # the prefix is not known, but the session was there before
+    ROOM = "room"  # elsewhere it would have crowded out requests with a bound
     LEARNING = "learning"  # idle, and has yet to learn
     REVISITED = "revisited"  # it had no request for long, and might be better than it is thought to be
     ONLY = "only"  # there is no other
@@ -162,6 +163,8 @@ def _reason(winner: Candidate, race: Sequence[Candidate]) -> Why:
         return candidate.forecast.ttft_s - candidate.forecast.wait_s
 
     rivals = [candidate for candidate in race if candidate is not winner]
+    if any(rival.crowded_out > winner.crowded_out and _sooner(rival, winner) for rival in rivals):
+        return Why.ROOM
     if winner.session and any(rival.forecast.ttft_s <= winner.forecast.ttft_s + _TIE_S for rival in rivals):
         return Why.SESSION
     if winner.forecast.cached_tokens:
@@ -171,3 +174,7 @@ def _reason(winner: Candidate, race: Sequence[Candidate]) -> Why:
     if any(unqueued_s(rival) + _TIE_S < unqueued_s(winner) for rival in rivals):
         return Why.SHORTER_QUEUE
     return Why.FASTEST
+
+
+def _sooner(one: Candidate, other: Candidate) -> bool:
+    return one.forecast.ttft_s + _TIE_S < other.forecast.ttft_s

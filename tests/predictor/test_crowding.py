@@ -8,7 +8,7 @@ import pytest
 from predictor.admission import Limits, Reason, Refusal
 from predictor.crowding import Crowding
 from predictor.fleet import Grant
-from predictor.routing import Prefer, RoutingPolicy, choose, cost_s
+from predictor.routing import Prefer, RoutingPolicy, Why, choose, cost_s
 from tests.predictor.test_fleet import Bench
 from tests.predictor.test_routing import candidate
 
@@ -66,6 +66,7 @@ def test_one_without_a_bound_waits_longer_elsewhere_up_to_what_a_refusal_is_wort
         choice = choose(candidates, policy, prefer, rng)
         assert choice is not None
         assert choice.ranked[0].forecast.worker == winner
+        assert choice.why is (Why.ROOM if winner == "long" else Why.FASTEST)
     assert cost_s(crowded, 0.0, 0.0, 60.0) == cost_s(short, 0.0) + 60.0
 
 
