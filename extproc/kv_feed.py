@@ -39,7 +39,7 @@ _MOST_WAITING_BYTES = 64 << 20
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 2000
 _RECONNECT_MS, _LATEST_RECONNECT_MS = 100, 1000
 # A request can come and go between two looks at the fleet, but not unseen.
-_ACTIVITY_S = 0.4
+_ACTIVITY_S = 0.25
 _LOST_EVENTS = frozenset({"malformed"})
 
 _Verb = Callable[[float], Sequence[Step]]

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 _REMEMBERED_BATCHES = 4096
 # Live batches that wait for a replay; what is beyond comes by another replay.
 _MOST_HELD_BYTES = 64 << 20
-# The last batch may be the one that was lost: a stream that has fallen silent is asked for its end.
-_QUIET_S, _IDLE_S = 0.7, 30.0
+# The last batch may be the one that was lost: a stream that has fallen silent is asked for its end. With the time that
+# the feed takes to see that an engine has something to do, and the patience for an answer, no more than 2 s together.
+_QUIET_S, _IDLE_S = 0.6, 30.0
 # An engine answers within 0.1 s. Who only looks can try again; who misses something drops the view for want of it.
-_LOOK_PATIENCE_S, _PATIENCE_S = 0.7, 2.0
+_LOOK_PATIENCE_S, _PATIENCE_S = 0.5, 2.0
 _FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.5, 30.0
 # What a connection has brought before it broke is read within this time.
 _LEFTOVERS_S = 1.0
