@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from extproc.config import BadConfig, Config, load_config, notes, place_of
+from extproc.config import BadConfig, Config, load_config, notes, place_of, unusable_folder
 from extproc.model_files import BadModelFiles, load_pool_text
 from extproc.recording_file import RecordingLines, read_lines
 from predictor.accuracy import as_text, summary
@@ -110,6 +110,10 @@ def _check(path: Path) -> int:
             load_pool_text(None if pool.tokenizer is None else Path(pool.tokenizer))
         except BadModelFiles as fault:
             faults.append(f"{place_of(path, f'pools[{number}].tokenizer')}: {fault}")
+    for key, folder in (("recording.folder", config.recording.folder), ("learned.folder", config.learned.folder)):
+        unusable = None if folder is None else unusable_folder(Path(folder))
+        if unusable is not None:
+            faults.append(f"{place_of(path, key)}: {unusable}")
     if faults:
         print("\n".join(faults), file=sys.stderr)
         return EXIT_USAGE

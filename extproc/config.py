@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
+import msgspec.inspect
 import yaml
 
 from predictor.admission import BOUND_MAX_S, BOUND_MIN_S, TTFT_BOUND_MAX_S, TTFT_BOUND_MIN_S
@@ -284,6 +286,20 @@ def load_config(path: Path) -> Config:
     return msgspec.structs.replace(config, pools=pools, recording=recording, learned=learned)
 
 
+def unusable_folder(folder: Path) -> str | None:
+    """Why nothing can be written to a folder that is made when it is first needed; None if it can."""
+    there = folder
+    while not os.path.exists(there) and there != there.parent:  # Path.exists raises what it cannot tell
+        if os.path.lexists(there):
+            return f"{there} leads nowhere"
+        there = there.parent
+    if not os.path.isdir(there):
+        return f"{there} is not a folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} cannot be written to"
+    return None
+
+
 def place_of(path: Path, key: str) -> str:
     """Where a key such as `pools[0].tokenizer` stands in a file that has been read."""
     return f"{path}:{_line(yaml.compose(path.read_text(encoding='utf-8'), Loader=yaml.SafeLoader), key)}: {key}"
@@ -376,7 +392,27 @@ def _field_faults(value: object, kind: Any, place: str) -> Iterator[tuple[str, s
         problem, _, path = str(error).partition(" - at `$")
         if get_origin(kind) is Literal:
             problem = f"expected one of {', '.join(get_args(kind))}"
-        yield f"{place}{path.rstrip('`')}", _plain(problem)
+        yield f"{place}{path.rstrip('`')}", _plain(_with_both_ends(problem, kind) if not path else problem)
+
+
+def _with_both_ends(problem: str, kind: Any) -> str:  # noqa: ANN401 - any annotation
+    """A conversion says which end of a range was passed; who looks for a value wants to know both."""
+    told = re.fullmatch(r"Expected (`\w+`)( of length)? [<>]=? \S+", problem)
+    if told is None:
+        return problem
+    info = msgspec.inspect.type_info(kind)
+    for one in info.types if isinstance(info, msgspec.inspect.UnionType) else (info,):
+        match one:
+            case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
+                ends = {">=": one.ge, ">": one.gt, "<=": one.le, "<": one.lt}
+            case msgspec.inspect.StrType():
+                ends = {">=": one.min_length, "<=": one.max_length}
+            case _:
+                continue
+        number = float if isinstance(one, msgspec.inspect.FloatType) else int
+        both = " and ".join(f"{sign} {number(end)}" for sign, end in ends.items() if end is not None)
+        return f"Expected {told[1]}{told[2] or ''} {both}"
+    return problem
 
 
 def _plain(problem: str) -> str:

@@ -426,7 +426,9 @@ class Fleet:
 
     def clear(self, worker: str) -> None:
         """What this worker's cache holds is not known any more."""
-        self._pool_of[worker].cache.clear(worker)
+        home = self._pool_of[worker]
+        home.cache.clear(worker)
+        home.workers[worker].runs = []  # of a batch that was cut off
 
     def set_trust(self, worker: str, trust: Trust, coverage: float) -> None:
         """How far the view can be believed, and the share of the engine's history that it follows."""

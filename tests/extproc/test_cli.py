@@ -103,6 +103,21 @@ def test_a_missing_file_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "missing.yaml: cannot be read" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_to_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    path = written(tmp_path, "recording: {folder: file/below}\nlearned:\n  folder: nowhere\n")
+    assert main(["check", "-c", path]) == EXIT_USAGE
+    assert capsys.readouterr().err.splitlines() == [
+        f"{path}:1: recording.folder: {tmp_path / 'file'} is not a folder",
+        f"{path}:3: learned.folder: {tmp_path / 'nowhere'} leads nowhere",
+    ]
+    # One that is not there yet is made.
+    path = written(tmp_path, "recording: {folder: new/below}\nlearned: {folder: .}\n")
+    assert main(["check", "-c", path]) == EXIT_OK
+    assert not (tmp_path / "new").exists()
+
+
 def test_broken_model_files_are_faults_of_their_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, "pools:\n- {name: m, tokenizer: here}\n- {name: n, tokenizer: there}\n")
     assert main(["check", "-c", path]) == EXIT_USAGE

@@ -165,7 +165,7 @@ surprise: 1
             "f.yaml:3: listen.admon: unknown key; known here: admin, grpc",
             "f.yaml:5: tokenization.threads: expected `int` >= 1",
             "f.yaml:6: tickets: expected keys and values",
-            "f.yaml:10: pools[0].learning.share: expected `float` <= 1.0",
+            "f.yaml:10: pools[0].learning.share: expected `float` > 0.0 and <= 1.0",
             "f.yaml:13: pools[0].workers[0].endpoint: expected host:port",
             "f.yaml:14: pools[0].workers[1]: the key 'name' is missing",
             "f.yaml:15: pools[0].workers[1].kv_events: expected a ZMQ address to connect to, such as "
@@ -211,10 +211,10 @@ def test_an_unknown_key_in_a_workers_settings_lists_the_known_ones() -> None:
         ("pools:", "f.yaml:1: pools: expected a list"),
         ("pools:\n- name: p\n  workers: {}\n", "f.yaml:3: pools[0].workers: expected a list"),
         ("pools:\n- name: p\n  workers: [x]\n", "f.yaml:3: pools[0].workers[0]: expected keys and values"),
-        ("pools:\n- name: ''\n", "f.yaml:2: pools[0].name: expected `str` of length >= 1"),
-        ("tokenization: {deadline_s: .nan}", "f.yaml:1: tokenization.deadline_s: expected `float` > 0.0"),
-        ("tickets: {max_age_s: .inf}", "f.yaml:1: tickets.max_age_s: expected `float` <= 31622400.0"),
-        ("shutdown: {grace_s: -1}", "f.yaml:1: shutdown.grace_s: expected `float` >= 0.0"),
+        ("pools:\n- name: ''\n", "f.yaml:2: pools[0].name: expected `str` of length >= 1 and <= 128"),
+        ("tokenization: {deadline_s: .nan}", "f.yaml:1: tokenization.deadline_s: expected `float` > 0.0 and <= 31622400.0"),
+        ("tickets: {max_age_s: .inf}", "f.yaml:1: tickets.max_age_s: expected `float` > 0.0 and <= 31622400.0"),
+        ("shutdown: {grace_s: -1}", "f.yaml:1: shutdown.grace_s: expected `float` >= 0.0 and <= 31622400.0"),
         ("probe: {interval_s: 1e300}", "f.yaml:1: probe.interval_s: expected `float`, got `str`"),
     ],
 )
@@ -483,13 +483,13 @@ pools:
     [
         ("admission: {mode: on}", "admission.mode: expected one of enforce, shadow, off"),
         ("admission: {mode: strict}", "admission.mode: expected one of enforce, shadow, off"),
-        ("admission: {max_queue_wait_s: 4}", "admission.max_queue_wait_s: expected `float` >= 5.0"),
-        ("admission: {risk: 1}", "admission.risk: expected `float` < 1.0"),
+        ("admission: {max_queue_wait_s: 4}", "admission.max_queue_wait_s: expected `float` >= 5.0 and <= 300.0"),
+        ("admission: {risk: 1}", "admission.risk: expected `float` > 0.0 and < 1.0"),
         ("admission: {guard: {limit: 1}}", "admission.guard.limit: unknown key; known here: false_alarms, least, "),
-        ("admission: {overload_kv_demand: 0.5}", "admission.overload_kv_demand: expected `float` >= 1.0"),
+        ("admission: {overload_kv_demand: 0.5}", "admission.overload_kv_demand: expected `float` >= 1.0 and <= 1000000.0"),
         ("routing: {prefer: speed}", "routing.prefer: expected one of latency, balanced, cache"),
         ("routing: {others: {cash: 1}}", "routing.others.cash: unknown key; known here: balanced, cache, latency"),
-        ("fairness: {wait_s: -1}", "fairness.wait_s: expected `float` >= 0.0"),
+        ("fairness: {wait_s: -1}", "fairness.wait_s: expected `float` >= 0.0 and <= 31622400.0"),
     ],
 )
 def test_a_fault_in_the_decisions_keys_is_named_with_its_place(keys: str, fault: str) -> None:

@@ -33,6 +33,8 @@ from predictor.kv_events import Batch, Stored, Tier
 from predictor.prefill_cost import Basis, LearningPolicy
 from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt, as_tokens
 from predictor.routing import Why
+from predictor.shadow import Shadow
+from predictor.stored_run import StoredRun
 
 POLICY = PoolPolicy("m", default_output_tokens=50)
 TOKENS_PER_S, STEP_S = 10_000.0, 0.01
@@ -210,6 +212,23 @@ def test_conversations_leave_a_worker_that_drains() -> None:
     # Its cache is still known: with nothing of it at w1, the conversation goes back.
     bench.fleet.set_draining("w0", False)
     assert turn(now_s + 4) == "w0"
+
+
+def test_half_a_batch_before_a_view_was_dropped_tells_nothing_of_what_came_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[list[StoredRun]] = []
+    monkeypatch.setattr(Shadow, "stored", lambda self, runs, now_s: told.append(list(runs)))
+    bench = Bench(1)
+
+    def batch(name: int) -> Batch:
+        stored = Stored((name,), None, as_tokens([name] * 16), 16, Tier.DEVICE, None, None, None)
+        return Batch(0.0, (stored,), 0)
+
+    bench.fleet.apply("w0", batch(1), 1.0, more=True)
+    bench.fleet.clear("w0")
+    bench.fleet.apply("w0", batch(2), 2.0)
+    assert [[run.last for run in runs] for runs in told] == [[2]]
 
 
 def test_the_forecast_is_of_the_chosen_worker_and_starts_when_the_request_reached_us() -> None:
