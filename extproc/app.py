@@ -34,6 +34,7 @@ from extproc.request_reader import RequestReader
 from extproc.server import AccessLog, Processor, Server
 from extproc.session import Patience
 from predictor.admission import AdmissionPolicy, Mode, OnReject, RetryPolicy
+from predictor.budget_check import BudgetDoubt
 from predictor.engines.vllm import Settings
 from predictor.fairness import FairnessPolicy
 from predictor.feed_state import Trust
@@ -151,6 +152,7 @@ class App:
         self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
         self._silent: set[str] = set()  # workers whose silence was logged
+        self._budget_doubts: dict[str, BudgetDoubt] = {}  # that were logged
         self._engines: dict[str, _Engine] = {}
 
     async def start(self) -> tuple[int, int]:
@@ -319,6 +321,11 @@ class App:
             for worker in silent - self._silent:
                 self._log("feed_silent", worker=worker)
             self._silent = silent
+            doubts = self._fleet.budget_doubts()
+            for worker, doubt in doubts.items():
+                if self._budget_doubts.get(worker) is not doubt:
+                    self._log("token_budget", worker=worker, seen=doubt.value, key="settings.max_num_batched_tokens")
+            self._budget_doubts = doubts
 
     def _keep_running(self, what: str, work: Callable[[], Coroutine[None, None, None]]) -> asyncio.Task[None]:
         """Background work: a fault in it is counted and logged, and a while later it begins again."""

@@ -22,7 +22,7 @@ from extproc.recorder import Recorder
 from predictor.event_slices import groups_of, slices
 from predictor.feed_state import Apply, Clear, FeedState, Step, Trust
 from predictor.fleet import Fleet
-from predictor.kv_events import Batch, Cleared, KvEvent, MalformedBatch, decode_pieces
+from predictor.kv_events import Batch, Cleared, KvEvent, MalformedBatch, Stored, Tier, decode_pieces
 
 _END = b"\xff" * 8
 _PUBLISHER_HWM = 100_000  # the engines' own default: no reason to drop earlier on our side
@@ -261,6 +261,8 @@ class KvFeed:
         self._metrics.kv_batches.labels(self._worker, "applied").inc()
 
     async def _take_in(self, batch: Batch, now_s: float | None, more: bool) -> None:
+        if now_s is not None:
+            self._look_at_sizes(batch.events)
         groups = groups_of(slices(batch.events, self._at_once), self._at_once)
         group: tuple[KvEvent, ...] | None = next(groups, ())
         while group is not None:
@@ -278,6 +280,12 @@ class KvFeed:
             self._metrics.kv_skipped.labels(self._worker, reason).inc(count)
             if reason in _LOST_EVENTS:
                 self._state.unreadable()
+
+    def _look_at_sizes(self, events: Sequence[KvEvent]) -> None:
+        stored = (len(one.hashes) for one in events if isinstance(one, Stored) and one.tier is Tier.DEVICE)
+        most = max(stored, default=0)
+        if most:
+            self._fleet.stored_at_once(self._worker, most)
 
     def _measure(self, took_s: float) -> None:
         if took_s > _SLICE_S:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from predictor.budget_check import BudgetDoubt
 from predictor.feed_state import Trust
 from predictor.fleet import Fleet
 from predictor.grading import CacheVerdict, Grade
@@ -155,6 +156,17 @@ class FleetCollector(Collector):
                 for worker_name, worker in pool["workers"].items():
                     gauge.add_metric([pool_name, worker_name], float(worker[key]))
             yield gauge
+        budget = GaugeMetricFamily(
+            "headway_worker_token_budget_doubt",
+            "1 if the engine's steps do not agree with the max_num_batched_tokens that is assumed of it, by how",
+            labels=["pool", "worker", "how"],
+        )
+        for pool_name, pool in pools.items():
+            for worker_name, worker in pool["workers"].items():
+                for doubt in (BudgetDoubt.EXCEEDED, BudgetDoubt.NEVER_FILLED):
+                    doubted = worker["token_budget_doubt"] == doubt.value
+                    budget.add_metric([pool_name, worker_name, doubt.value], float(doubted))
+        yield budget
         feed = GaugeMetricFamily(
             "headway_worker_feed", "1 for the state that the event feed is in", labels=["pool", "worker", "state"]
         )

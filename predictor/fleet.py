@@ -31,6 +31,7 @@ from predictor.admission import (
     refuse,
 )
 from predictor.arrivals import RecentArrivals
+from predictor.budget_check import BudgetCheck, BudgetDoubt
 from predictor.crowding import Crowding
 from predictor.engines.vllm import Sequence, Settings, room_beside
 from predictor.fairness import FairnessPolicy, TenantUse
@@ -192,6 +193,7 @@ class _Worker:
     cost: PrefillCost
     shadow: Shadow
     calibration: Calibration
+    budget: BudgetCheck
     arrivals: RecentArrivals = field(default_factory=RecentArrivals)
     runs: list[StoredRun] = field(default_factory=list)  # of a batch that has come in part
     due: list[tuple[float, str]] = field(default_factory=list)  # a heap: when a ticket's interval ends
@@ -311,7 +313,9 @@ class Fleet:
             shadow.set_cost(cost.cost)
 
         shadow = Shadow(spec.settings, cost.cost, learn, cached_blocks, home.length_curve)
-        home.workers[spec.name] = _Worker(spec, spec.settings, cost, shadow, Calibration(home.errors))
+        home.workers[spec.name] = _Worker(
+            spec, spec.settings, cost, shadow, Calibration(home.errors), _budget_check(spec.settings)
+        )
         self._pool_of[spec.name] = home
         home.cache.join(spec.name, spec.cache, spec.settings.block_size, spec.settings.num_gpu_blocks)
 
@@ -343,6 +347,7 @@ class Fleet:
             return False
         home.cache.configure(worker, settings.block_size, settings.num_gpu_blocks)
         known.settings = settings
+        known.budget = _budget_check(settings)
         known.shadow.set_settings(settings)
         known.cost.forget()
         known.calibration.forget()
@@ -422,7 +427,24 @@ class Fleet:
             if not more:
                 runs, known.runs = known.runs, []
                 known.shadow.set_sees_blocks(known.trusted)
+                goes_on = any(known.shadow.goes_on(run) for run in runs)
+                known.budget.step(runs, goes_on, known.shadow.decoding)
                 known.shadow.stored(runs, now_s)
+
+    def stored_at_once(self, worker: str, blocks: int) -> None:
+        """One event, before it was cut into parts, told that so many blocks were stored on the device just now."""
+        home = self._pool_of[worker]
+        if home.cache.computes_what_it_stores(worker):
+            home.workers[worker].budget.stored_at_once(blocks)
+
+    def budget_doubts(self) -> dict[str, BudgetDoubt]:
+        """Workers whose steps do not agree with the token budget that is assumed of them."""
+        return {
+            name: doubt
+            for home in self._pools.values()
+            for name, worker in home.workers.items()
+            if (doubt := _budget_doubt(home, worker)) is not BudgetDoubt.NONE
+        }
 
     def clear(self, worker: str) -> None:
         """What this worker's cache holds is not known any more."""
@@ -698,6 +720,8 @@ class Fleet:
             "block_size": pool.cache.block_size(worker.spec.name),
             "reuse_correction": pool.cache.correction(worker.spec.name).view(),
             "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "token_budget_doubt": _budget_doubt(pool, worker).value,
+            "largest_chunk_tokens": worker.budget.largest_tokens,
             "interval": {
                 "graded": worker.calibration.graded,
                 "coverage": None if not worker.calibration.graded else round(worker.calibration.coverage, 4),
@@ -985,3 +1009,12 @@ def _evicted_tokens(home: _Pool, worker: _Worker, priced: Forecast) -> int:
         return 0
     free = (blocks - home.cache.blocks(worker.spec.name)) * size
     return max(0, priced.prompt_tokens - priced.cached_tokens - max(0, free))
+
+
+def _budget_check(settings: Settings) -> BudgetCheck:
+    capped = settings.long_prefill_token_threshold > 0
+    return BudgetCheck(settings.max_num_batched_tokens, settings.block_size, capped)
+
+
+def _budget_doubt(pool: _Pool, worker: _Worker) -> BudgetDoubt:
+    return worker.budget.doubt if pool.cache.computes_what_it_stores(worker.spec.name) else BudgetDoubt.NONE

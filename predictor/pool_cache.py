@@ -235,6 +235,13 @@ class PoolCache:
     def correction(self, worker: str) -> ReuseCorrection:
         return self._caches[worker].correction
 
+    def computes_what_it_stores(self, worker: str) -> bool:
+        """Whether blocks that enter the device were computed there: not where a tier or a store has them loaded, and
+        not in SGLang, which stores what it generated in one go."""
+        cache = self._caches[worker]
+        lower = cache.spec.stores or self.blocks(worker, Tier.HOST) or self.blocks(worker, Tier.STORAGE)
+        return cache.rule.shares_in_flight and not lower
+
     def orphans(self, worker: str) -> int:
         return self._indexes[self._caches[worker].family].orphans(worker)
 

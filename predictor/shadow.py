@@ -216,6 +216,11 @@ class Shadow:
             if seq is not None:
                 self._got_to(seq, tokens, now_s)
 
+    def goes_on(self, run: StoredRun) -> bool:
+        """Whether these are a prompt's next blocks, after those that a step before has stored of it."""
+        seq = self._tails.get(run.parent) if run.parent is not None and run.first is not None else None
+        return seq is not None and self._next_hash(seq, self._settings.block_size) == run.first
+
     def _find_missed(self, told: list[tuple[Sequence | None, int]], now_s: float) -> None:
         """Decodes have got further than the step under way, which prefills, and of which there is no sign.
 

@@ -212,7 +212,10 @@ def test_an_unknown_key_in_a_workers_settings_lists_the_known_ones() -> None:
         ("pools:\n- name: p\n  workers: {}\n", "f.yaml:3: pools[0].workers: expected a list"),
         ("pools:\n- name: p\n  workers: [x]\n", "f.yaml:3: pools[0].workers[0]: expected keys and values"),
         ("pools:\n- name: ''\n", "f.yaml:2: pools[0].name: expected `str` of length >= 1 and <= 128"),
-        ("tokenization: {deadline_s: .nan}", "f.yaml:1: tokenization.deadline_s: expected `float` > 0.0 and <= 31622400.0"),
+        (
+            "tokenization: {deadline_s: .nan}",
+            "f.yaml:1: tokenization.deadline_s: expected `float` > 0.0 and <= 31622400.0",
+        ),
         ("tickets: {max_age_s: .inf}", "f.yaml:1: tickets.max_age_s: expected `float` > 0.0 and <= 31622400.0"),
         ("shutdown: {grace_s: -1}", "f.yaml:1: shutdown.grace_s: expected `float` >= 0.0 and <= 31622400.0"),
         ("probe: {interval_s: 1e300}", "f.yaml:1: probe.interval_s: expected `float`, got `str`"),
@@ -486,7 +489,10 @@ pools:
         ("admission: {max_queue_wait_s: 4}", "admission.max_queue_wait_s: expected `float` >= 5.0 and <= 300.0"),
         ("admission: {risk: 1}", "admission.risk: expected `float` > 0.0 and < 1.0"),
         ("admission: {guard: {limit: 1}}", "admission.guard.limit: unknown key; known here: false_alarms, least, "),
-        ("admission: {overload_kv_demand: 0.5}", "admission.overload_kv_demand: expected `float` >= 1.0 and <= 1000000.0"),
+        (
+            "admission: {overload_kv_demand: 0.5}",
+            "admission.overload_kv_demand: expected `float` >= 1.0 and <= 1000000.0",
+        ),
         ("routing: {prefer: speed}", "routing.prefer: expected one of latency, balanced, cache"),
         ("routing: {others: {cash: 1}}", "routing.others.cash: unknown key; known here: balanced, cache, latency"),
         ("fairness: {wait_s: -1}", "fairness.wait_s: expected `float` >= 0.0 and <= 31622400.0"),

@@ -92,6 +92,10 @@ async def test_gauges_show_the_fleet_as_it_is() -> None:
     assert (gauge("feed_coverage"), gauge("feed_silent")) == (0.25, 0)
     states = values(page(filter_.registry)["headway_worker_feed"])
     assert {state: on for (_, state, _), on in states.items()} == {"live": 0, "replaying": 0, "partial": 1, "lost": 0}
+    for _ in range(3):
+        filter_.fleet.stored_at_once("a", 600)
+    doubts = values(page(filter_.registry)["headway_worker_token_budget_doubt"])
+    assert doubts == {("exceeded", "m", "a"): 1, ("never_filled", "m", "a"): 0}
     assert gauge("prefill_tokens_ahead") == 500
     clock.advance(0.001)  # a step is composed when the instant of its first request is over
     assert gauge("wait_seconds") > 0

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from enginesim.kv_events import encode_batch
+from enginesim.kv_events import BlockStored, encode_batch
 from enginesim.request import Phase, Request
 from enginesim.scheduler import Batch as EngineBatch
 from enginesim.scheduler import Scheduler
@@ -172,6 +172,8 @@ class World:
         assert batch is not None
         outputs, events = engine.scheduler.complete(batch)
         if events:  # published before the outputs leave
+            stored = [len(event.block_hashes) for event in events if isinstance(event, BlockStored)]
+            self.fleet.stored_at_once(engine.name, max(stored, default=0))
             self.fleet.apply(engine.name, decode_batch(encode_batch(events, self.now_s, "map")), self.now_s)
         for output in outputs:
             if output.position == 0:
