@@ -16,6 +16,7 @@ import numpy as np
 import uvloop
 
 from extproc.config import BadConfig, Config, load_config, notes, place_of, unusable_folder
+from extproc.memory import give_back_large_buffers
 from extproc.model_files import BadModelFiles, load_pool_text
 from extproc.recording_file import RecordingLines, read_lines
 from predictor.accuracy import as_text, summary
@@ -166,6 +167,7 @@ async def _serve(config: Config) -> int:
     # gRPC takes half a second to import, and `check` needs none of it.
     from extproc.app import App
 
+    give_back_large_buffers()
     app = App(config)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

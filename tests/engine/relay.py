@@ -19,7 +19,7 @@ class EventRelay:
     """Passes an engine's live batches on, and replays, byte for byte. `async with`.
 
     `lose_batches` is how many of the next live ones are lost. While `answers_replays` is False, requests for a replay
-    are lost. `hindsight` sees every live batch, lost or not.
+    are lost. `hindsight` sees every live batch, lost or not; `missing` are those lost that no replay has brought since.
     """
 
     def __init__(self, events: str, replay: str) -> None:
@@ -27,6 +27,7 @@ class EventRelay:
         self.endpoint, self.replay_endpoint = f"tcp://127.0.0.1:{live_port}", f"tcp://127.0.0.1:{replay_port}"
         self.lose_batches = 0
         self.lost = 0
+        self.missing: set[int] = set()  # sequence numbers
         self.answers_replays = True
         self.hindsight = Hindsight()
         self._engine_events, self._engine_replay = events, replay
@@ -63,6 +64,7 @@ class EventRelay:
             if self.lose_batches:
                 self.lose_batches -= 1
                 self.lost += 1
+                self.missing.add(int.from_bytes(frames[-2], "big"))
             else:
                 await self._live_out.send_multipart(frames)
 
@@ -79,6 +81,7 @@ class EventRelay:
                 while not ended and await engine.poll(2000):
                     frames = await engine.recv_multipart()
                     ended = frames[-2] == b"\xff" * 8
+                    self.missing.discard(int.from_bytes(frames[-2], "big"))
                     await self._asked.send_multipart([identity, *frames])
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
