@@ -28,7 +28,7 @@ check: .venv/.installed-dev
 bench: .venv/.installed-bench
 	$(BIN)/python -m bench
 
-# Real vLLM engines on CPU, and SGLang's cache manager: each in a venv of its own outside the checkout (3.5 and 1.6 GB).
+# Real vLLM engines on CPU, SGLang's scheduler and cache: each in a venv of its own outside the checkout (3.5 and 1.6 GB).
 # ARGS=--reduced for a twentieth of the requests.
 test-engine: .venv/.installed-dev
 	sh tests/engine/setup.sh

@@ -1,4 +1,5 @@
-"""Predictions against vLLM's own scheduler: a recorded run is played to a fleet as an outside observer would see it.
+"""Predictions against the engines' own schedulers: a recorded run is played to a fleet as an outside observer would see
+it.
 
 python -m tests.engine.forecast_truth [--recordings FOLDER] [WORKLOAD ...]
 """
@@ -8,11 +9,11 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,9 +32,10 @@ from predictor.prefill_cost import Basis, StepCost
 from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt
 from tests.engine import workloads
 from tests.engine.clairvoyance import first_token_s
+from tests.engine.harness import engine_home, sglang_home
 from tests.engine.workloads import Costs, Workload
 
-ENGINE_HOME = Path(os.environ.get("HEADWAY_ENGINE_HOME", Path.home() / ".cache" / "headway-vllm"))
+HOMES = {"vllm": engine_home, "sglang": sglang_home}
 WARM_UP = 0.1  # the part of the requests that is not counted
 _POOL, _WORKER = "m", "w"
 
@@ -88,35 +90,59 @@ class Accuracy:
 
 
 def record(name: str, folder: Path, count: int | None = None, costs: Costs | None = None) -> Recording:
-    """Runs a workload through vLLM, or reads what an earlier run wrote."""
+    """Runs a workload through its engine, or reads what an earlier run wrote."""
+    work = workloads.workload(name, count, costs)
     asked: dict[str, Any] = {"name": name, "count": count, "costs": asdict(costs) if costs else None}
     stem = "".join(char if char.isalnum() else "_" for char in name)
     if count is not None or costs is not None:
-        stem += f"_{abs(hash(json.dumps(asked, sort_keys=True))) % 10**8}"
+        stem += f"_{zlib.crc32(json.dumps(asked, sort_keys=True).encode()):08x}"
     path = folder / f"{stem}.msgpack"
     if not path.exists():
-        script = Path(__file__).parent / "vllm-side" / "virtual_engine.py"
-        python = ENGINE_HOME / "venv" / "bin" / "python"
-        subprocess.run([python, script, ENGINE_HOME / "model", path, json.dumps(asked)], check=True, timeout=900)
+        home = HOMES[work.engine]()
+        script = Path(__file__).parent / f"{work.engine}-side" / "virtual_engine.py"
+        command: list[str | Path] = [home / "venv" / "bin" / "python", "-W", "ignore", script]
+        if work.engine == "vllm":
+            command.append(home / "model")
+        subprocess.run([*command, path, json.dumps(asked)], check=True, timeout=900)
     raw = msgspec.msgpack.decode(path.read_bytes())
     steps = [
         (start, end, [tuple(chunk) for chunk in chunks], decoding) for start, end, chunks, decoding in raw["steps"]
     ]
     records = [(kind, at_s, what) for kind, at_s, what in raw["records"]]
-    return Recording(
-        workloads.workload(name, count, costs), records, steps, {int(k): v for k, v in raw["cached"].items()}
-    )
+    return Recording(work, records, steps, {int(k): v for k, v in raw["cached"].items()})
+
+
+def own_s(recording: Recording, number: int) -> float:
+    """What a request's prefill costs when nothing else runs; true costs and hits."""
+    costs, cached = recording.work.costs, recording.cached[number]
+    tokens = recording.work.arrivals[number].prompt_tokens
+    steps = -(-(tokens - cached) // recording.work.settings.max_num_batched_tokens)
+    return costs.chunk_s(cached, tokens) + steps * costs.step_s
 
 
 def naive_s(recording: Recording) -> list[float]:
     """Each request's TTFT if prefills ran one after the other and nothing else mattered; true costs and hits."""
-    costs, free_at_s, predicted = recording.work.costs, 0.0, []
+    free_at_s, predicted = 0.0, []
     for number, arrival in enumerate(recording.work.arrivals):
-        cached = recording.cached[number]
-        steps = -(-(arrival.prompt_tokens - cached) // recording.work.settings.max_num_batched_tokens)
-        own_s = costs.chunk_s(cached, arrival.prompt_tokens) + steps * costs.step_s
-        free_at_s = max(free_at_s, arrival.at_s) + own_s
+        free_at_s = max(free_at_s, arrival.at_s) + own_s(recording, number)
         predicted.append(free_at_s - arrival.at_s)
+    return predicted
+
+
+def watching_s(recording: Recording) -> list[float]:
+    """The same, but at each arrival it is known who has had a first token and so is no longer ahead."""
+    first_at_s = {what: at_s for kind, at_s, what in recording.records if kind == "first"}
+    predicted, ahead, begun_s = [], list[int](), 0.0  # since when the foremost of them can be under way
+    for number, arrival in enumerate(recording.work.arrivals):
+        gone_s = [first_at_s[other] for other in ahead if first_at_s[other] <= arrival.at_s]
+        ahead = [other for other in ahead if first_at_s[other] > arrival.at_s]
+        begun_s = max(begun_s, *gone_s) if gone_s else begun_s
+        costs_s = [own_s(recording, other) for other in ahead]
+        if ahead:
+            begun_s = max(begun_s, recording.work.arrivals[ahead[0]].at_s)
+            costs_s[0] -= min(costs_s[0], arrival.at_s - begun_s)
+        predicted.append(sum(costs_s) + own_s(recording, number))
+        ahead.append(number)
     return predicted
 
 
@@ -249,7 +275,7 @@ def counted(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recordings", type=Path, default=ENGINE_HOME / "recordings")
+    parser.add_argument("--recordings", type=Path, help="default: in the engine's home")
     parser.add_argument("--warm", action="store_true", help="play it a second time, with what the first run learned")
     parser.add_argument("--true-costs", action="store_true")
     parser.add_argument("--lengths-told", action="store_true")
@@ -259,19 +285,21 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", default=workloads.NAMES)
     asked = parser.parse_args()
     for name in asked.workloads:
-        recording = record(name, asked.recordings)
+        recording = record(name, asked.recordings or HOMES[workloads.workload(name).engine]() / "recordings")
+        told_s = watching_s(recording)
         watcher = observer(recording, asked.true_costs, asked.lengths_told, asked.bound)
         watcher.clairvoyant_every = asked.clairvoyant
         runs = [watcher.play(recording)] + ([watcher.play(recording)] if asked.warm else [])
         for label, outcomes in zip(("", " (warm)"), runs, strict=False):
             rest = counted(outcomes)
             naive = Accuracy.of([(o.naive_s, o.actual_s) for o in rest])
+            watching = Accuracy.of([(told_s[o.number], o.actual_s) for o in rest])
             ours = Accuracy.of([(o.predicted_s, o.actual_s) for o in rest])
             right = sum(o.cached_tokens == o.credited_tokens for o in rest) / len(rest)
             median_s = statistics.median(o.actual_s for o in rest)
             sys.stdout.write(
-                f"{name + label:34s} naive {naive!s:24s} ours {ours!s:24s} p90 {ours.p90_ratio:.1%} "
-                f"bias {ours.bias_s:+.2f} s, median ttft {median_s:.2f} s, cache {right:.1%}, "
+                f"{name + label:34s} naive {naive!s:24s} watching {watching!s:24s} ours {ours!s:24s} "
+                f"p90 {ours.p90_ratio:.1%} bias {ours.bias_s:+.2f} s, median ttft {median_s:.2f} s, cache {right:.1%}, "
                 f"forced {watcher.worker.shadow.forced}, slowest call {watcher.slowest_s * 1e3:.0f} ms, "
                 f"{watcher.spent_s:.1f} s in all\n"
             )

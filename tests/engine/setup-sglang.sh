@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes ready SGLang's own cache manager for the tests under tests/engine: SGLang for CPUs without its GPU kernels, in a
-# virtual environment of its own outside the checkout. It cannot serve a model; its radix cache, allocators and event
-# recorder run.
+# Makes ready SGLang's own scheduler and cache manager for the tests under tests/engine: SGLang for CPUs without its GPU
+# kernels, in a virtual environment of its own outside the checkout. It cannot serve a model; its scheduler, radix cache,
+# allocators and event recorder run.
 #
 #   HEADWAY_SGLANG_HOME    where it all goes (default: ~/.cache/headway-sglang; about 1.7 GB)
 #   HEADWAY_ENGINE_PYTHON  the Python to make the environment with (default: python3)
@@ -41,7 +41,8 @@ $pip install "torch==$TORCH" -r "$SIDE/requirements.txt" || fail "pip could not 
 # Last and without dependencies: most of what they ask for is compiled for GPUs.
 $pip install --no-deps "sglang==$SGLANG" xgrammar==0.2.7 apache-tvm-ffi==0.1.11 ||
     fail "pip found no sglang $SGLANG for this platform"
-(cd "$SIDE" && "$VENV/bin/python" -W ignore -c 'import absent, sglang.srt.mem_cache.unified_radix_cache') ||
-    fail "SGLang is installed, but its cache does not load on this machine"
+(cd "$SIDE" && "$VENV/bin/python" -W ignore -c \
+    'import absent, sglang.srt.managers.scheduler, sglang.srt.mem_cache.unified_radix_cache') ||
+    fail "SGLang is installed, but its scheduler does not load on this machine"
 printf '%s\n' "$WANTED" > "$DONE"
 say "ready after $(($(date +%s) - started)) s"

@@ -1,7 +1,7 @@
 """Workloads for one engine in virtual time: what arrives when, and the engine's settings.
 
-Used by two interpreters: the one that has vLLM runs a workload through vLLM's own scheduler, ours predicts it. Needs
-nothing but numpy. All token ids are below 128, so that an event's payload takes a byte a token.
+Used by several interpreters: one that has vLLM or SGLang runs a workload through that engine's own scheduler, ours
+predicts it. Needs nothing but numpy. All token ids are below 128, so that an event's payload takes a byte a token.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -46,11 +47,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request. Its prompt is a run of pieces `(seed, length)`: so many random tokens drawn from the seed."""
+    """One request. Its prompt is a run of pieces `(seed, length)`: so many random tokens drawn from the seed.
+
+    `answer` is the seed of its output, for a later prompt to repeat; None: whatever the engine makes up."""
 
     at_s: float
     pieces: tuple[tuple[int, int], ...]
     output_tokens: int
+    answer: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -58,6 +62,9 @@ class Arrival:
 
     def tokens(self) -> Tokens:
         return np.concatenate([_piece(seed, length) for seed, length in self.pieces])
+
+    def answer_tokens(self) -> Tokens | None:
+        return None if self.answer is None else _piece(self.answer, self.output_tokens)
 
 
 def _piece(seed: int, length: int) -> Tokens:
@@ -67,7 +74,9 @@ def _piece(seed: int, length: int) -> Tokens:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """vLLM's own names."""
+    """vLLM's own names. On SGLang `page_size` is the block size, `max_total_num_tokens` what all blocks but one hold,
+    `chunked_prefill_size` the batched tokens, `max_running_requests` the sequences, and the overlap schedule is async
+    scheduling; it has nothing like the threshold."""
 
     num_gpu_blocks: int
     block_size: int = 16
@@ -84,10 +93,13 @@ class Workload:
     settings: EngineSettings
     arrivals: tuple[Arrival, ...]
     costs: Costs = field(default_factory=Costs)
-    max_tokens_told: int | None = None  # what clients put into `max_tokens`; None: nothing
+    max_tokens_told: int | None = None  # what clients put into `max_tokens`; None: what the output will be
+    engine: Literal["vllm", "sglang"] = "vllm"
 
 
-def _trace(scale: float, count: int, longest: int) -> list[tuple[tuple[tuple[int, int], ...], int]]:
+def _trace(
+    scale: float, output_scale: float, count: int, longest: int
+) -> list[tuple[tuple[tuple[int, int], ...], int]]:
     requests = []
     block = int(TRACE_BLOCK * scale)
     with gzip.open(TRACE, "rt", encoding="utf-8") as lines:
@@ -99,7 +111,7 @@ def _trace(scale: float, count: int, longest: int) -> list[tuple[tuple[tuple[int
             ids = row["hash_ids"][: -(-length // block)]
             pieces = [(int(seed), block) for seed in ids[:-1]]
             pieces.append((int(ids[-1]), length - block * (len(ids) - 1)))
-            requests.append((tuple(pieces), max(1, int(row["output_length"]))))
+            requests.append((tuple(pieces), max(1, int(row["output_length"] * output_scale))))
             if len(requests) == count:
                 break
     return requests
@@ -111,13 +123,19 @@ def _poisson(seed: int, count: int, per_s: float) -> list[float]:
 
 
 def traced(
-    scale: float, load: float, cache_tokens: int, threshold: int = 0, count: int = 1000, seed: int = 1
+    scale: float,
+    load: float,
+    cache_tokens: int,
+    threshold: int = 0,
+    count: int = 1000,
+    seed: int = 1,
+    output_scale: float = 1.0,
 ) -> Callable[[], Workload]:
     """The Mooncake conversation trace with Poisson arrivals. Load 1 is as many requests a second as the engine gets
     through when its cache is always full, with nothing reused."""
 
     def build() -> Workload:
-        requests = _trace(scale, count, longest=300_000)
+        requests = _trace(scale, output_scale, count, longest=300_000)
         settings = EngineSettings(
             num_gpu_blocks=cache_tokens // 16 + 1,
             max_model_len=min(310_000, cache_tokens),
@@ -206,6 +224,57 @@ def storm(count: int = 120, seed: int = 4) -> Callable[[], Workload]:
     return build
 
 
+def conversations(count: int = 900, per_s: float = 8.0, seed: int = 6) -> Callable[[], Workload]:
+    """Chats that share a few system prompts and grow by an answer and a question each turn; the next turn comes some
+    twenty-five seconds later. Not all find their past in a cache of 400K tokens."""
+
+    def build() -> Workload:
+        rng = np.random.default_rng(seed)
+        systems = [(5_000_000 + number, int(rng.integers(200, 4000))) for number in range(12)]
+        arrivals: list[Arrival] = []
+        begin_s, fresh = 0.0, 6_000_000
+        while len(arrivals) < 2 * count:
+            begin_s += float(rng.exponential(4.0 / per_s))
+            at_s, pieces = begin_s, [systems[int(rng.zipf(1.5)) % len(systems)]]
+            for _ in range(int(rng.geometric(0.25))):
+                pieces.append((fresh, int(rng.integers(10, 2000))))
+                output = int(rng.integers(10, 500))
+                arrivals.append(Arrival(at_s, tuple(pieces), output, answer=fresh + 1))
+                pieces.append((fresh + 1, output))
+                fresh += 2
+                at_s += 5.0 + float(rng.exponential(20.0))
+        arrivals.sort(key=lambda arrival: arrival.at_s)
+        settings = EngineSettings(num_gpu_blocks=25_001, max_model_len=64_000)
+        return Workload("", settings, tuple(arrivals[:count]))
+
+    return build
+
+
+def alone(count: int = 24, seed: int = 7) -> Callable[[], Workload]:
+    """Prompts of up to 60K tokens that have the engine to themselves; all but the first few begin as an earlier one."""
+
+    def build() -> Workload:
+        rng = np.random.default_rng(seed)
+        arrivals: list[Arrival] = []
+        for number in range(count):
+            pieces = [(7_000_000 + number, int(rng.integers(1, 40_000)))]
+            if number >= 4:
+                begun = arrivals[int(rng.integers(0, number))].pieces
+                pieces = [*begun[: int(rng.integers(1, 4))], (7_000_000 + number, int(rng.integers(1, 20_000)))][-4:]
+            arrivals.append(Arrival(100.0 * number, tuple(pieces), int(rng.integers(1, 100))))
+        return Workload("", EngineSettings(num_gpu_blocks=40_001), tuple(arrivals))
+
+    return build
+
+
+def on_sglang(build: Callable[[], Workload], overlap: bool = True) -> Callable[[], Workload]:
+    def built() -> Workload:
+        work = build()
+        return replace(work, engine="sglang", settings=replace(work.settings, async_scheduling=overlap))
+
+    return built
+
+
 _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "long 0.8": traced(4, 0.8, 2_000_000),
     "long 0.8, threshold 2048": traced(4, 0.8, 2_000_000, threshold=2048),
@@ -220,6 +289,13 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "decodes, budget 512": decodes(512, 256, False),
     "decodes, 128 slots, async": decodes(8192, 128, True),
     "storm": storm(),
+    "sglang trace 1.0": on_sglang(traced(0.5, 1.0, 400_000, output_scale=0.5)),
+    "sglang trace 1.3": on_sglang(traced(0.5, 1.3, 400_000, output_scale=0.5)),
+    "sglang giants": on_sglang(giants(0)),
+    "sglang conversations": on_sglang(conversations()),
+    "sglang decodes": on_sglang(decodes(8192, 256, True)),
+    "sglang storm": on_sglang(storm()),
+    "sglang alone, no overlap": on_sglang(alone(), overlap=False),
 }
 NAMES = tuple(_WORKLOADS)
 

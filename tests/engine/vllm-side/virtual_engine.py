@@ -71,6 +71,7 @@ class VirtualExecutor(Executor):  # type: ignore[misc]
         self.steps: list[Any] = []
         self.starts: dict[str, int] = {}  # request -> where its tokens of this step begin
         self.known: dict[str, int] = {}  # request -> its prompt and the tokens sampled since
+        self.answers: dict[str, Any] = {}  # request -> its output, if that is not made up
         self.rng = np.random.default_rng(77)
         self.noise = np.random.default_rng(78)
 
@@ -122,7 +123,7 @@ class VirtualExecutor(Executor):  # type: ignore[misc]
                 chunks.append((int(req_id), start, end))
             if end >= known:
                 self.known[req_id] += 1
-                tokens.append([int(self.rng.integers(0, 128))])
+                tokens.append([self._sample(req_id)])
             else:
                 tokens.append([])
         costs = self.costs
@@ -138,6 +139,12 @@ class VirtualExecutor(Executor):  # type: ignore[misc]
         none: Future[Any] = Future()
         none.set_result(None)
         return none if non_block else None
+
+    def _sample(self, req_id: str) -> int:
+        answer, said = self.answers.get(req_id), self.known[req_id] - self.lengths[req_id] - 1
+        if answer is not None and said < len(answer):
+            return int(answer[said])
+        return int(self.rng.integers(0, 128))
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         return self.under_way if non_block else self.under_way.result()
@@ -196,6 +203,8 @@ def run(work: Any, model: str) -> tuple[list[Any], list[Any], dict[int, Any]]:
             number, arrival = pending.pop()
             params = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True, temperature=0.0)
             lengths[str(number)] = arrival.prompt_tokens
+            if (answer := arrival.answer_tokens()) is not None:
+                core.model_executor.answers[str(number)] = answer
             request = Request(
                 str(number),
                 arrival.tokens().tolist(),
