@@ -24,6 +24,7 @@ from extproc.judge import Judge, Pool
 from extproc.kv_feed import REPLAYS_AT_ONCE, KvFeed
 from extproc.learned_store import LearnedStore
 from extproc.ledger import Ledger
+from extproc.load_feed import LoadFeed
 from extproc.log import JsonLog
 from extproc.metrics import FleetCollector, Metrics
 from extproc.model_files import load_pool_text
@@ -59,6 +60,7 @@ class _Engine:
     config: WorkerConfig
     names: dict[int | None, str]  # by data-parallel rank; None: all of them as one
     feeds: dict[str, KvFeed] = field(default_factory=dict)
+    load_feeds: dict[str, LoadFeed] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     probe: Probe | None = None
     draining: bool = False
@@ -271,6 +273,11 @@ class App:
             events = about.events.get(rank or 0)
             if events is not None and name not in engine.feeds:
                 self._follow(engine, name, events)
+            load = about.loads.get(rank or 0)
+            if load is not None and name not in engine.load_feeds and engine.probe is not None:
+                hear = partial(engine.probe.hear, rank)
+                feed = engine.load_feeds[name] = LoadFeed(name, load, self._metrics, self._zmq, hear, self._clock)
+                engine.tasks.append(self._keep_running("load_feed", feed.run))
 
     def _drain(self, engine: str, draining: bool) -> dict[str, int] | None:
         known = self._engines.get(engine)

@@ -17,6 +17,8 @@ from predictor.prompt import MAX_BLOCK_SIZE
 
 # More than any engine has; what is beyond is no number to reckon with.
 _MOST_REQUESTS, _MOST_TOKENS, _MOST_RANKS = 1_000_000, 1_000_000_000, 1024
+_MOST_EVER = 1 << 60  # of a counter
+_PREFILLED_AT = 9  # total_prefill_uncached_tokens, in a LoadStat
 _LINE = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|prompt_tokens_total|generation_tokens_total|cache_config_info"
     rb"|engine_sleep_state)(?:\{([^\n]*)\})? (\S+)",
@@ -55,6 +57,7 @@ class About:
     settings: Mapping[str, int] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     events: Mapping[int, Events] = field(default_factory=dict)
+    loads: Mapping[int, str] = field(default_factory=dict)  # where each rank publishes its load, likewise
 
 
 def read_vllm_metrics(text: bytes) -> dict[int, RankState]:
@@ -122,6 +125,24 @@ def read_sglang_loads(text: bytes) -> dict[int, RankState]:
     return ranks
 
 
+def read_sglang_load(payload: bytes) -> RankState | None:
+    """What SGLang publishes of a rank's load: `["LoadStat", running, waiting, ...]`, ever longer by version.
+
+    None where it is something else.
+    """
+    try:
+        told = msgspec.msgpack.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(told, list) or len(told) < 3 or told[0] != "LoadStat":
+        return None
+    running, waiting = (_int(one, _MOST_REQUESTS, least=0) for one in told[1:3])
+    if running is None or waiting is None:
+        return None
+    done = _int(told[_PREFILLED_AT], _MOST_EVER, least=0) if len(told) > _PREFILLED_AT else None
+    return RankState(in_progress=running + waiting, tokens_done=None if done is None else float(done))
+
+
 def read_sglang_info(text: bytes, host: str) -> About | None:
     """`/server_info`; None where it is not SGLang's. `host` takes the place of a wildcard."""
     page = _object(text)
@@ -147,13 +168,25 @@ def read_sglang_info(text: bytes, host: str) -> About | None:
         settings={name: value for name, value in told.items() if value is not None},
         models=tuple(filter(None, [_text(page.get("served_model_name"))])),
         events=_sglang_events(_mapping(page.get("kv_events")), ranks, host),
+        loads=_sglang_loads(_mapping(page.get("kv_events")), ranks, host),
     )
+
+
+def _sglang_loads(page: Mapping[str, object], ranks: int, host: str) -> dict[int, str]:
+    base = page.get("load_endpoint_port_base")
+    if not isinstance(base, int) or not 0 < base <= 65535 - ranks:
+        return {}
+    return {rank: f"tcp://{_sglang_host(page, host)}:{base + rank}" for rank in range(ranks)}
+
+
+def _sglang_host(page: Mapping[str, object], host: str) -> str:
+    named = _text(page.get("endpoint_host"))
+    return host if named is None or named in ("*", "0.0.0.0", "::", "[::]") else named
 
 
 def _sglang_events(page: Mapping[str, object], ranks: int, host: str) -> dict[int, Events]:
     base, replay_base = page.get("endpoint_port_base"), page.get("replay_endpoint_port_base")
-    named = _text(page.get("endpoint_host"))
-    where = host if named in (None, "*", "0.0.0.0", "::", "[::]") else named
+    where = _sglang_host(page, host)
     if not isinstance(base, int) or not 0 < base <= 65535 - ranks:
         return {}
     return {

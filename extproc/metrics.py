@@ -94,6 +94,7 @@ class Metrics:
         self.kv_skipped = counter("kv_events_skipped", "KV events not understood", "worker", "reason")
         self.feed_faults = counter("kv_feed_faults", "Gaps, restarts and failed replays", "worker", "kind")
         self.probes = counter("probes", "Probes of engines", "worker", "result")
+        self.load_reports = counter("load_reports", "Loads that engines pushed by themselves", "worker", "result")
         self.recording_lost = counter("recording_lost", "Records that are missing in the recording", "reason")
         self.learned_files = counter("learned_files", "Files of what was learned, by what became of them", "result")
         self.log_dropped = plain("log_lines_dropped", "Log lines dropped because the log could not keep up")

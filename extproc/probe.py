@@ -79,6 +79,7 @@ class Probe:
         self._sglang = False
         self._fingerprint: tuple[object, ...] | None = None
         self._done: dict[int, float] = {}
+        self._heard: dict[int, float] = {}
 
     async def run(self) -> None:
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
@@ -100,6 +101,18 @@ class Probe:
         """Something else has seen the engine go: ask now."""
         self._urgent.set()
 
+    def hear(self, rank: int | None, state: RankState, since_s: float) -> None:
+        """A rank's own word on its load between two looks, counted at `since_s` or later."""
+        worker = self._workers.get(rank)
+        if worker is None:
+            return
+        # Told apart from what pages say: one may be older than the other, and come later.
+        if _fell_back({rank or 0: state}, self._heard):
+            self._watchers.restarted(worker)
+            self.nudge()
+        elif state.in_progress is not None:
+            self._watchers.ended(self._fleet.observe_load(worker, state.in_progress, since_s, self._clock()))
+
     async def _ask(self, session: aiohttp.ClientSession) -> None:
         asked_at_s = self._clock()
         try:
@@ -113,7 +126,7 @@ class Probe:
             return
         self._failures = 0
         states = read_sglang_loads(text or b"") if self._sglang else read_vllm_metrics(text or b"")
-        restarted = self._restarted(states)
+        restarted = _fell_back(states, self._done)
         if restarted or self._about_at_s is None or asked_at_s - self._about_at_s > _ABOUT_EVERY_S:
             self._about_at_s = asked_at_s
             restarted |= await self._ask_about(session, 0 if self._sglang else len(states))
@@ -123,15 +136,6 @@ class Probe:
             self._take_in(worker, state, asked_at_s)
             if restarted:
                 self._watchers.restarted(worker)
-
-    def _restarted(self, states: Mapping[int, RankState]) -> bool:
-        """Counters only fall back in another process."""
-        back = False
-        for rank, state in states.items():
-            if state.tokens_done is not None:
-                back |= state.tokens_done < self._done.get(rank, 0.0)
-                self._done[rank] = state.tokens_done
-        return back
 
     async def _ask_about(self, session: aiohttp.ClientSession, vllm_ranks: int) -> bool:
         """What hardly ever changes; True if it shows another life of the engine."""
@@ -188,6 +192,16 @@ class Probe:
                 self._watchers.settings(worker, reported)
         if state.in_progress is not None:
             self._watchers.ended(self._fleet.observe_load(worker, state.in_progress, asked_at_s, self._clock()))
+
+
+def _fell_back(states: Mapping[int, RankState], done: dict[int, float]) -> bool:
+    """Counters only fall back in another process. `done` is what they were by rank, and is brought up to date."""
+    back = False
+    for rank, state in states.items():
+        if state.tokens_done is not None:
+            back |= state.tokens_done < done.get(rank, 0.0)
+            done[rank] = state.tokens_done
+    return back
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:

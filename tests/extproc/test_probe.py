@@ -112,8 +112,8 @@ class Watched:
     def watch(self, endpoint: str) -> None:
         fleet, metrics = self.filter.fleet, self.filter.metrics
         watchers = Watchers(self.ended.extend, restarted=self.restarted.append, about=self.about.append)
-        probe = Probe(self.workers, endpoint, Settings(), 0.01, fleet, metrics, self.clock, watchers)
-        self._task = asyncio.create_task(probe.run())
+        self.probe = Probe(self.workers, endpoint, Settings(), 0.01, fleet, metrics, self.clock, watchers)
+        self._task = asyncio.create_task(self.probe.run())
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -293,13 +293,14 @@ SERVER_INFO = {
         "cache_config": {"block_size": 32, "num_gpu_blocks": 8192},
     }
 }  # fmt: skip
+SGLANG_EVENTS = {
+    "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "replay_endpoint_port_base": 5600,
+    "topic": "", "block_size": 64, "dp_size": 2,
+}  # fmt: skip
 SGLANG = {
     "served_model_name": "m", "version": "0.5.23", "startup_time": 11.5, "page_size": 64,
     "chunked_prefill_size": 4096, "max_running_requests": 4096, "dp_size": 2, "max_total_num_tokens": 64000,
-    "kv_events": {
-        "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "replay_endpoint_port_base": 5600,
-        "topic": "", "block_size": 64, "dp_size": 2,
-    },
+    "kv_events": SGLANG_EVENTS,
     "internal_states": [{"effective_max_running_requests_per_dp": 96}],
 }  # fmt: skip
 
@@ -339,7 +340,12 @@ def test_sglang_says_what_it_is() -> None:
         "block_size": 64, "num_gpu_blocks": 1000, "max_num_batched_tokens": 4096, "max_num_seqs": 96
     }  # fmt: skip
     assert about.events[1] == Events("tcp://10.0.0.1:5558", "tcp://10.0.0.1:5601")
+    assert about.loads == {}
     assert read_sglang_info(page(SERVER_INFO), "h") is None
+    pushing = {**SGLANG, "kv_events": {**SGLANG_EVENTS, "load_endpoint_port_base": 5700, "load_topic": "load"}}
+    about = read_sglang_info(page(pushing), "10.0.0.1")
+    assert about is not None
+    assert about.loads == {0: "tcp://10.0.0.1:5700", 1: "tcp://10.0.0.1:5701"}
     assert {rank: state.in_progress for rank, state in read_sglang_loads(page(loads(0, 7))).items()} == {0: 1, 1: 8}
 
 
@@ -394,6 +400,27 @@ async def test_counters_that_fall_back_are_another_life(watched: Watched) -> Non
         assert watched.restarted == []
         engine.pages["/metrics"] = counters(20)
         await watched.asked(3)
+        assert watched.restarted == ["a"]
+        await watched.stop()
+
+
+async def test_what_an_engine_says_of_its_load_between_two_looks_is_heard(watched: Watched) -> None:
+    async with Pages(server_info=SGLANG, v1__loads=b"{}") as engine:
+        watched.watch(engine.endpoint)
+        await watched.asked()
+        watched.book("old")
+        watched.filter.fleet.first_token("old", None, watched.clock())
+        watched.clock.advance(30)
+        for _ in range(2):
+            watched.probe.hear(None, RankState(in_progress=0, tokens_done=700.0), watched.clock())
+        assert [ticket.id for ticket in watched.ended] == ["old"]
+        watched.probe.hear(3, RankState(in_progress=5), watched.clock())  # of a rank that is not ours
+        assert watched.restarted == []
+        # A page that was made before may come after: only what it says itself may not fall back.
+        engine.pages["/v1/loads"] = {"loads": [{"total_prefill_uncached_tokens": 600}]}
+        await watched.asked()
+        assert watched.restarted == []
+        watched.probe.hear(None, RankState(in_progress=0, tokens_done=20.0), watched.clock())
         assert watched.restarted == ["a"]
         await watched.stop()
 

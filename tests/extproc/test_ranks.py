@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 from extproc.app import App
 from extproc.config import parse_config, port_of_rank
@@ -78,6 +81,21 @@ async def test_one_engine_that_tells_where_its_events_are_is_followed_there() ->
         page = b'vllm:num_requests_running{engine="0"} 0\nvllm:num_requests_waiting{engine="0"} 0\n'
         async with Pages(metrics=page, kv_event_sources=source) as engine, running(engine.endpoint) as admin:
             await followed(admin, a=1)
+
+
+async def test_an_engine_that_pushes_its_load_is_listened_to() -> None:
+    context = zmq.asyncio.Context()
+    with context, context.socket(zmq.PUB) as publisher:
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        info = {"max_total_num_tokens": 64000, "dp_size": 1, "kv_events": {"load_endpoint_port_base": port}}
+        async with Pages(server_info=info, v1__loads={"loads": []}) as engine, running(engine.endpoint) as admin:
+            deadline_s = time.monotonic() + 20
+            heard = False
+            while not heard:
+                assert time.monotonic() < deadline_s
+                await publisher.send_multipart([b"load", bytes(8), msgspec.msgpack.encode(["LoadStat", 2, 1])])
+                async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{admin}/metrics") as response:
+                    heard = 'headway_load_reports_total{result="ok",worker="a"}' in await response.text()
 
 
 async def test_ranks_that_are_declared_are_there_at_once() -> None:
