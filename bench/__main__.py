@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 
-from bench import decision, domain, edge, index, refusals
+from bench import decision, domain, edge, index, queues, refusals
 from bench.row import Row, print_table
 
 _PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "index": index.rows,
     "domain": domain.rows,
-    "decision": lambda: asyncio.run(decision.rows()),
+    "decision": lambda: [*asyncio.run(decision.rows()), *queues.rows()],
     "edge": lambda: asyncio.run(edge.rows()),
     "refusals": lambda: asyncio.run(refusals.rows()),
 }

@@ -134,6 +134,7 @@ class FleetCollector(Collector):
         yield skipped
         pools = view["pools"]
         assert isinstance(pools, dict)
+        yield from self._shortcuts(list(pools))
         enforcing = GaugeMetricFamily("headway_admission_enforcing", "1 if refusals are carried out", labels=["pool"])
         for name, pool in pools.items():
             enforcing.add_metric([name], float(pool["admission"]["mode"] == "enforce"))
@@ -176,3 +177,24 @@ class FleetCollector(Collector):
                 for state in Trust:
                     feed.add_metric([pool_name, worker_name, state.value], float(worker["feed"] == state.value))
         yield feed
+
+    def _shortcuts(self, pools: Iterable[str]) -> Iterable[Metric]:
+        """What was left out so that no decision takes long."""
+        cut = CounterMetricFamily(
+            "headway_forecasts_cut", "Forecasts that followed a queue only so far, and then its pace", labels=["pool"]
+        )
+        stale = CounterMetricFamily(
+            "headway_forecasts_stale", "Requests placed by a queue's steps as they were a moment ago", labels=["pool"]
+        )
+        spans = CounterMetricFamily("headway_forecast_spans", "Spans of steps that decisions listed", labels=["pool"])
+        shadows = CounterMetricFamily(
+            "headway_shadow_cut", "Times that a worker's steps were followed only so far", labels=["pool", "worker"]
+        )
+        for pool in pools:
+            known = self._fleet.shortcuts(pool)
+            cut.add_metric([pool], known.forecasts_cut)
+            stale.add_metric([pool], known.forecasts_stale)
+            spans.add_metric([pool], known.spans)
+            for worker, count in known.shadows_cut.items():
+                shadows.add_metric([pool, worker], count)
+        yield from (cut, stale, spans, shadows)

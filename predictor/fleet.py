@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from math import ceil
 
 import numpy as np
@@ -46,16 +47,21 @@ from predictor.output_lengths import LengthCurve, OutputLengths, draws
 from predictor.pool_cache import CacheSpec, PoolCache, Reuse
 from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample, StepCost
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
+from predictor.renewal import Renewal
 from predictor.routing import Candidate, Choice, Prefer, RoutingPolicy, Why, choose
+from predictor.run_forward import Budget
 from predictor.shadow import Shadow, State
 from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
+from predictor.timeline import Guess, Timeline
 
 _RECENT_GRANTS = 50
 # Imagined futures of a worker whose queue waits for others to end: more than five tell no more.
 _FUTURES = 5
-# What one decision may list of them, all workers together, at some 10 us a span.
-_IMAGINED_SPANS = 1000
+# Of pools with more workers, so many are priced for a request: those that can win.
+_PRICED = 32
+# What a view of the whole may list of all queues together, in spans.
+_VIEW_SPANS = 300
 _MAX_OUTPUT_TOKENS = 1 << 20
 # What is booked may take so long to show in an engine's own count.
 _EVIDENCE_GRACE_S = 5.0
@@ -186,6 +192,16 @@ class Ended:
     learned_from: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Shortcuts:
+    """Counts. Spans are the unit of a decision's work (`run_forward.Budget`)."""
+
+    forecasts_cut: int  # the queue was followed as far as the budget went, and was taken to go on at its pace
+    forecasts_stale: int  # a request was placed by a timeline that did not know of all that had happened
+    spans: int  # listed by decisions
+    shadows_cut: Mapping[str, int]  # by worker: more had passed than one call may look at
+
+
 @dataclass(slots=True)
 class _Worker:
     spec: WorkerSpec
@@ -228,6 +244,7 @@ class _Pool:
     workers: dict[str, _Worker] = field(default_factory=dict)
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=_RECENT_GRANTS))
     errors: PoolErrors = field(default_factory=PoolErrors)
+    renewal: Renewal = field(default_factory=Renewal)
     lengths: OutputLengths = field(init=False)
     reuse: float = 0.0  # running mean of the part of a prompt that is cached
     sessions: OrderedDict[str, str] = field(default_factory=OrderedDict)  # to the worker that served them last
@@ -482,18 +499,65 @@ class Fleet:
         # Only a bound asks how sure a wait is.
         quantile = 1.0 - home.policy.admission.risk if limits.bounded else None
         output_tokens = home.expected_output(wish.max_tokens, now_s)
-        spans = _IMAGINED_SPANS // len(workers)
-        prospects = [
-            self._prospect(worker, prompt, reuse[worker.spec.name], output_tokens, quantile, waited_s, now_s, spans)
-            for worker in workers
-        ]
-        forecasts = tuple(prospect.forecast for prospect in prospects)
-        objections: list[Reason | None] = [None] * len(prospects)
-        if home.mode is not Mode.OFF:
-            objections = [objection(prospect, limits) for prospect in prospects]
-        choice = self._choose(home, workers, prospects, [found is None for found in objections], wish, limits)
+        others = home.policy.routing.others[wish.prefer or home.policy.routing.prefer]
+        refusal_s = home.policy.routing.refusal_s if others and not limits.bounded else 0.0
+
+        def price_s(wait_s: float, own_s: float) -> float:
+            """About what a placement costs others; the pool is taken to be busy."""
+            crowded_out = home.crowding.crowds_out(wait_s, own_s) if refusal_s else 0.0
+            return others * own_s + refusal_s * crowded_out
+
+        prefilling = [worker.shadow.prefilling for worker in workers]
+        busy = 1.0 - prefilling.count(0) / len(workers)
+        everybody, workers = workers, self._shortlist(home, workers, prefilling, reuse, prompt, wish, price_s, now_s)
+        budget = home.renewal.budget(len(everybody), now_s)
+
+        def prospect(worker: _Worker, timeline: Timeline | Guess, own: Budget) -> Prospect:
+            return self._prospect(
+                worker, prompt, reuse[worker.spec.name], output_tokens, quantile, waited_s, now_s, timeline, own
+            )
+
+        def renew(place: int, own: Budget) -> float:
+            worker = workers[place]
+            prospects[place] = prospect(worker, worker.shadow.timeline(now_s, own), own)
+            return placing_s(prospects[place].forecast)
+
+        def placing_s(priced: Forecast) -> float:
+            return priced.ttft_s + price_s(priced.wait_s, priced.prefill_s)
+
+        prospects: list[Prospect] = []
+        old: list[int] = []
+
+        def price(more: ReadOnly[_Worker]) -> None:
+            """By the timelines that stand, whoever's they are."""
+            for place, worker in enumerate(more, len(prospects)):
+                own = budget.glance()
+                timeline = worker.shadow.standing_timeline(now_s, own)
+                prospects.append(prospect(worker, timeline, own))
+                budget.left -= own.used
+                if own.cut or not (worker.shadow.timeline_is_fresh and timeline.settled):
+                    old.append(place)
+
+        def judge() -> tuple[list[Reason | None], Choice | None]:
+            found: list[Reason | None] = [None] * len(prospects)
+            if home.mode is not Mode.OFF:
+                found = [objection(prospect, limits) for prospect in prospects]
+            return found, self._choose(home, workers, prospects, [why is None for why in found], wish, limits, busy)
+
+        price(workers)
+        if old:
+            # Then by as many of them anew as it takes and the budget allows.
+            costs_s = [placing_s(found.forecast) for found in prospects]
+            home.renewal.bring_up(costs_s, old, home.renewal.turn(len(workers)), renew, budget)
+        objections, choice = judge()
+        if choice is None and len(everybody) > len(workers):
+            rest = _in_time(everybody, workers, limits, waited_s, now_s)
+            workers = [*workers, *rest]
+            price(rest)
+            objections, choice = judge()
+        forecasts = tuple(found.forecast for found in prospects)
         if limits.bounded and attempt is not Attempt.AGAIN:
-            own_s = min(prospect.forecast.prefill_s for prospect in prospects)
+            own_s = min(found.forecast.prefill_s for found in prospects)
             full = choice is None and any(found in (Reason.QUEUE_WAIT, Reason.TTFT) for found in objections)
             home.crowding.decided(limits.allows_wait_s(own_s), own_s, full)
         refusal = None
@@ -503,10 +567,11 @@ class Fleet:
                 if attempt is Attempt.FINAL:
                     self._watch(home, wish, refusal, now_s)
                 return refusal
-            choice = self._choose(home, workers, prospects, [True] * len(prospects), wish, limits)
+            choice = self._choose(home, workers, prospects, [True] * len(prospects), wish, limits, busy)
             assert choice is not None, "with everybody open, somebody is chosen"
         chosen = choice.ranked[0].forecast
         server = home.workers[chosen.worker]
+        home.renewal.placed(server.shadow.timeline_is_fresh)
         hashes = home.cache.hashes(chosen.worker, prompt)
         ticket = self._book(home, server, chosen, wish, hashes, now_s)
         ticket.would_refuse = refusal
@@ -527,7 +592,9 @@ class Fleet:
         server = home.workers[worker]
         waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
         reuse = home.cache.reuse(prompt)[worker]
-        priced = self._prospect(server, prompt, reuse, 0, None, waited_s, now_s).forecast
+        budget = home.renewal.budget(1, now_s)
+        timeline = server.shadow.timeline(now_s, budget)
+        priced = self._prospect(server, prompt, reuse, 0, None, waited_s, now_s, timeline, budget).forecast
         hashes = home.cache.hashes(worker, prompt)
         ticket = self._book(home, server, priced, wish, hashes, now_s)
         home.cache.book(worker, ticket.id, prompt, reuse.by_rule, reuse.promised)
@@ -670,9 +737,10 @@ class Fleet:
 
     def view(self, now_s: float) -> dict[str, object]:
         """The whole as plain values, for people and dashboards."""
+        budget = Budget(_VIEW_SPANS)
         return {
             "in_flight": self.in_flight,
-            "pools": {name: self._pool_view(pool, now_s) for name, pool in self._pools.items()},
+            "pools": {name: self._pool_view(pool, now_s, budget) for name, pool in self._pools.items()},
         }
 
     def skipped_events(self) -> Mapping[str, int]:
@@ -682,7 +750,13 @@ class Fleet:
             total.update(pool.cache.skipped)
         return total
 
-    def _pool_view(self, pool: _Pool, now_s: float) -> dict[str, object]:
+    def shortcuts(self, pool: str) -> Shortcuts:
+        """What decisions and shadows left out so that they would not take too long, since the start."""
+        home = self._pools[pool]
+        cut = {name: worker.shadow.cut for name, worker in home.workers.items()}
+        return Shortcuts(home.renewal.cut, home.renewal.stale, home.renewal.spent, cut)
+
+    def _pool_view(self, pool: _Pool, now_s: float, budget: Budget) -> dict[str, object]:
         return {
             "expected_output_tokens": pool.expected_output(None, now_s),
             "admission": {
@@ -690,11 +764,12 @@ class Fleet:
                 "configured": pool.policy.admission.mode.value,
                 "false_alarm_rate": pool.guard.false_alarm_rate,
             },
-            "workers": {name: self._worker_view(pool, worker, now_s) for name, worker in pool.workers.items()},
+            "workers": {name: self._worker_view(pool, worker, now_s, budget) for name, worker in pool.workers.items()},
         }
 
-    def _worker_view(self, pool: _Pool, worker: _Worker, now_s: float) -> dict[str, object]:
-        timeline = worker.shadow.timeline(now_s)
+    def _worker_view(self, pool: _Pool, worker: _Worker, now_s: float, budget: Budget) -> dict[str, object]:
+        shadow = worker.shadow
+        timeline = shadow.timeline(now_s, budget) if budget.left > 0 else shadow.standing_timeline(now_s, budget)
         cost, settings = worker.cost.cost, worker.settings
         view = pool.cache.view(worker.spec.name)
         return {
@@ -710,7 +785,7 @@ class Fleet:
             "prefilling": worker.shadow.prefilling,
             "decoding": worker.shadow.decoding,
             "prefill_tokens_ahead": worker.shadow.prefill_tokens_ahead(),
-            "wait_s": round(max(0.0, timeline.admitted_s() - now_s), 4),
+            "wait_s": round(max(0.0, timeline.admitted_s(0, budget) - now_s), 4),
             "cached_blocks": pool.cache.blocks(worker.spec.name),
             "cached_blocks_host": pool.cache.blocks(worker.spec.name, Tier.HOST),
             "cached_blocks_storage": pool.cache.blocks(worker.spec.name, Tier.STORAGE),
@@ -740,6 +815,49 @@ class Fleet:
 
     # Inside
 
+    def _shortlist(
+        self,
+        home: _Pool,
+        workers: list[_Worker],
+        prefilling: ReadOnly[int],
+        reuse: Mapping[str, Reuse],
+        prompt: Prompt,
+        wish: Wish,
+        price_s: Callable[[float, float], float],
+        now_s: float,
+    ) -> list[_Worker]:
+        """Of a large pool those that may win, by the least that each can cost: when it lets somebody in, and what it
+        would have to prefill."""
+        if len(workers) <= _PRICED:
+            return workers
+        tokens = prompt.token_count
+        bounds, cached = [], []
+        # Of those that are alike it is not always the same ones.
+        first = int(self._rng.integers(len(workers)))
+        for place, worker in enumerate(workers):
+            found = reuse[worker.spec.name]
+            saved = found.tokens
+            own_s = worker.cost.cost.tokens_s(saved, tokens) + found.load_s
+            if saved:
+                cached.append((own_s, place))
+            wait_s = max(0.0, worker.shadow.opens_s - now_s) if prefilling[place] else 0.0
+            bound_s = wait_s + own_s + price_s(wait_s, own_s)
+            bounds.append((bound_s, (place - first) % len(workers), place))
+        chosen = {place for _, _, place in nsmallest(_PRICED - 8, bounds)}
+        chosen.update(place for _, place in nsmallest(2, cached))
+        chosen.add(home.renewal.turn(len(workers)))
+        # Who has yet to learn is not chosen by what he costs.
+        unlearned = [place for place, worker in enumerate(workers) if not worker.cost.learned]
+        chosen.update(
+            nsmallest(
+                _PRICED,
+                unlearned,
+                key=lambda at: (prefilling[at], workers[at].cost.samples + len(workers[at].tickets)),
+            )
+        )
+        last = home.sessions.get(wish.session) if wish.session is not None else None
+        return [w for place, w in enumerate(workers) if place in chosen or w.spec.name == last]
+
     def _prospect(
         self,
         worker: _Worker,
@@ -749,7 +867,8 @@ class Fleet:
         quantile: float | None,
         waited_s: float,
         now_s: float,
-        spans: int = _IMAGINED_SPANS,
+        timeline: Timeline | Guess,
+        budget: Budget,
     ) -> Prospect:
         settings, shadow = worker.settings, worker.shadow
         _count_overdue(worker, self._tickets, now_s)
@@ -759,7 +878,7 @@ class Fleet:
             cached_tokens=reuse.tokens,
             load_s=reuse.load_s,
             already_waited_s=waited_s,
-            timeline=shadow.timeline(now_s),
+            timeline=timeline,
             settings=settings,
             cost=worker.cost.cost,
             basis=worker.cost.basis,
@@ -769,7 +888,7 @@ class Fleet:
             calibration=worker.calibration,
             trusted=worker.trusted,
             arrivals=worker.arrivals,
-            spans=spans,
+            budget=budget,
         )
         high_wait_s = priced.wait_s
         if quantile is not None:
@@ -786,6 +905,7 @@ class Fleet:
         open_to: ReadOnly[bool],
         wish: Wish,
         limits: Limits,
+        busy: float,
     ) -> Choice | None:
         grants, recent = Counter(home.recent), max(1, len(home.recent))
         known = any(prospect.forecast.cached_tokens for prospect in prospects)
@@ -808,7 +928,7 @@ class Fleet:
                     crowded_out=0.0 if limits.bounded else home.crowding.crowds_out(priced.wait_s, priced.prefill_s),
                 )
             )
-        return choose(candidates, home.policy.routing, wish.prefer, self._rng)
+        return choose(candidates, home.policy.routing, wish.prefer, self._rng, busy)
 
     def _watch(self, home: _Pool, wish: Wish, refusal: Refusal, now_s: float) -> None:
         """To find out afterwards whether the refusal was right."""
@@ -863,7 +983,7 @@ class Fleet:
             forecast=priced,
             wish=wish,
             booked_at_s=now_s,
-            joins_at_s=shadow.timeline(now_s).begins_s,
+            joins_at_s=shadow.begins_s(now_s),
             solo=solo,
             decodes_beside=shadow.decoding,
             cost_changes=worker.cost.changes,
@@ -943,6 +1063,17 @@ class Fleet:
             return False
         worker.shadow.set_cost(worker.cost.cost)
         return True
+
+
+def _in_time(
+    everybody: ReadOnly[_Worker], priced: ReadOnly[_Worker], limits: Limits, waited_s: float, now_s: float
+) -> list[_Worker]:
+    """Those not priced yet who let somebody in before the request's bound ends, as far as is known."""
+    bounds_s = [bound_s for bound_s in (limits.max_queue_wait_s, limits.max_ttft_s) if bound_s is not None]
+    until_s = now_s - waited_s + min(bounds_s, default=limits.overload_wait_s or float("inf"))
+    known = {worker.spec.name for worker in priced}
+    rest = [worker for worker in everybody if worker.spec.name not in known]
+    return [worker for worker in rest if not worker.shadow.prefilling or worker.shadow.opens_s <= until_s]
 
 
 def _count_overdue(worker: _Worker, tickets: Mapping[str, Ticket], now_s: float) -> None:

@@ -9,7 +9,8 @@ from predictor.arrivals import RecentArrivals
 from predictor.engines.vllm import Settings
 from predictor.interval import HIGH, LOW, UNKNOWN, UNSURE, Calibration, Kind, Spread
 from predictor.prefill_cost import Basis, StepCost
-from predictor.timeline import Timeline
+from predictor.run_forward import Budget
+from predictor.timeline import Guess, Timeline
 
 # Up to so much is no wait, but the rest of a step that is under way.
 _NO_WAIT_S = 0.02
@@ -70,7 +71,7 @@ def forecast(
     prompt_tokens: int,
     cached_tokens: int,
     already_waited_s: float,
-    timeline: Timeline,
+    timeline: Timeline | Guess,
     settings: Settings,
     cost: StepCost,
     basis: Basis,
@@ -81,19 +82,19 @@ def forecast(
     trusted: bool = True,
     load_s: float = 0.0,
     arrivals: RecentArrivals | None = None,
-    spans: int = 1000,
+    budget: Budget | None = None,
 ) -> Forecast:
     """Prices a newcomer on a worker's timeline: two bisections and a closed form.
 
     Its own prefill costs the same however it is cut into chunks, so it is added to the end of the step in which its
     last chunk fits; what is left after subtracting what it would take alone is the wait. Without a `calibration` the
     interval is the widest guess; `trusted` is whether the worker's cache view is complete. `load_s` is what fetching
-    the cached part takes that is not on the device. `spans` bounds how much is imagined (see `Timeline.likely_course`).
+    the cached part takes that is not on the device. `budget` bounds what is listed and imagined (see `Timeline`).
     """
     uncached = prompt_tokens - cached_tokens
     own_s = cost.tokens_s(cached_tokens, prompt_tokens)
     blocks = -(-prompt_tokens // settings.block_size) if settings.num_gpu_blocks is not None else 0
-    course = timeline.likely_course(uncached, blocks, spans)
+    course = timeline.likely_course(uncached, blocks, budget)
     done_s = course.finish_s + own_s
     if arrivals is not None:
         own_before_s = own_s - cost.tokens_s(prompt_tokens - course.last_tokens, prompt_tokens)

@@ -12,6 +12,7 @@ whose upper limit has passed without a first token is a miss at that moment, not
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,9 @@ _WINDOW, _POOL_WINDOW = 200, 600
 _POOLING = 20.0
 # Nobody's tail is known from fewer errors than this: the guess is mixed in for the rest.
 _GUESSED = 12
+# A worker looks at its pool's errors again when so many are new, or where many are known, such a part of them. The
+# workers of a large pool do so one after the other: all at once would hold a decision up for tens of milliseconds.
+_FEW_NEW = 8
 # How much one miss moves a tail. At the target rate hits and misses balance.
 _STEP = 0.08
 _TAIL_MIN, _TAIL_MAX = 0.1, 1.6
@@ -84,6 +88,7 @@ class Calibration:
 
     def __init__(self, pool: PoolErrors) -> None:
         self._pool = pool
+        self._number = pool.number()
         self._kinds: dict[Kind, _Errors] = {}
         self.graded = self.covered = 0  # forecasts, and those of them whose interval held
 
@@ -95,8 +100,9 @@ class Calibration:
     def spread(self, kind: Kind) -> Spread:
         errors = self._errors(kind)
         shared = self._pool.errors(kind)
-        if errors.spread is None or errors.pool_seen != shared.count // 8:
-            errors.pool_seen = shared.count // 8
+        if errors.spread is None or shared.count >= errors.due:
+            pause = max(_FEW_NEW, min(shared.count, _POOL_WINDOW) // _FEW_NEW)
+            errors.due = shared.count + pause + self._number % pause
             errors.spread = _pooled(errors, shared)
         return errors.spread
 
@@ -144,6 +150,11 @@ class PoolErrors:
 
     def __init__(self) -> None:
         self._kinds: dict[Kind, _Errors] = {}
+        self._numbers = itertools.count()
+
+    def number(self) -> int:
+        """Another one for each worker: by it they take turns in looking at the pool again."""
+        return next(self._numbers)
 
     def memory(self) -> tuple[ErrorsMemory, ...]:
         return _remembered(self._kinds)
@@ -168,7 +179,7 @@ class _Errors:
         self.low_tail = self.high_tail = 1.0  # what of a tail's probability is left to it: less is further out
         self.count = 0
         self.spread: Spread | None = None
-        self.pool_seen = -1
+        self.due = 0  # when the pool has so many, the spread is computed anew
 
     def __len__(self) -> int:
         return len(self._sorted)

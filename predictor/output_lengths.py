@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, log
 
 import numpy as np
@@ -38,6 +38,10 @@ class LengthCurve:
     lengths: tuple[int, ...]
     survival: tuple[float, ...]
     tail_tokens: float
+    _ended: tuple[float, ...] = field(init=False, repr=False, compare=False)  # ascending, for the search
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ended", tuple(-share for share in self.survival))
 
     def longer(self, tokens: int) -> float:
         """The share of outputs that are longer than `tokens`."""
@@ -57,7 +61,7 @@ class LengthCurve:
         """
         share = (1.0 - draw) * self.longer(generated)
         # The first length that no more than that share outlives.
-        at = bisect_left(self.survival, -share, key=lambda value: -value)
+        at = bisect_left(self._ended, -share)
         if at < len(self.lengths):
             tokens = self.lengths[at]
         else:

@@ -52,6 +52,9 @@ class Reuse(NamedTuple):
         return self.device_tokens + self.host_tokens + self.storage_tokens
 
 
+_NOTHING = Reuse()
+
+
 @dataclass(slots=True)
 class _Cache:
     spec: CacheSpec
@@ -163,11 +166,13 @@ class PoolCache:
 
     def _reuse(self, cache: _Cache, prompt: Prompt, run: TieredRun) -> Reuse:
         size = cache.family.block_size
+        if not run.blocks and not (cache.rule.shares_in_flight and self._ahead(cache, prompt, 0)):
+            return _NOTHING
         promised = cache.rule.reusable_tokens(run.blocks * size, size, prompt.token_count)
         run = _first_blocks(run, cache.view.credited(run.blocks))
         device, host, storage = run
         if cache.rule.shares_in_flight and len(cache.ahead):
-            device = cache.ahead.run(prompt.hashes.get(cache.family, _NO_HASHES), device)
+            device = self._ahead(cache, prompt, device)
             # What will be on the device by then needs no loading.
             host, storage = max(0, min(host, run.blocks - storage - device)), max(0, min(storage, run.blocks - device))
         by_rule = cache.rule.reusable_tokens((device + host + storage) * size, size, prompt.token_count)
@@ -179,6 +184,11 @@ class PoolCache:
         on_storage = tokens - on_device - on_host
         load_s = on_host * cache.spec.host_s_per_token + on_storage * cache.spec.storage_s_per_token
         return Reuse(on_device, on_host, on_storage, load_s, by_rule, promised)
+
+    @staticmethod
+    def _ahead(cache: _Cache, prompt: Prompt, known: int) -> int:
+        """Leading blocks that are known, or that requests ahead will have stored."""
+        return cache.ahead.run(prompt.hashes.get(cache.family, _NO_HASHES), known) if len(cache.ahead) else known
 
     def hashes(self, worker: str, prompt: Prompt) -> BlockHashes:
         """Of the prompt's full blocks, as the worker divides it."""

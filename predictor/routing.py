@@ -91,14 +91,20 @@ class Choice:
 
 
 def choose(
-    candidates: Sequence[Candidate], policy: RoutingPolicy, prefer: Prefer | None, rng: np.random.Generator
+    candidates: Sequence[Candidate],
+    policy: RoutingPolicy,
+    prefer: Prefer | None,
+    rng: np.random.Generator,
+    busy: float | None = None,
 ) -> Choice | None:
-    """None when no candidate is open to the request. `prefer` is the request's own, where it has one."""
+    """None when no candidate is open to the request. `prefer` is the request's own, where it has one. `busy` is the
+    share of the pool that prefills; without it, that of the candidates."""
     anyone_learned = any(candidate.learned for candidate in candidates)
     open_to = [c for c in candidates if c.feasible and (c.learned or not c.prefilling or not anyone_learned)]
     if not open_to:
         return None
-    busy = sum(candidate.prefilling > 0 for candidate in candidates) / len(candidates)
+    if busy is None:
+        busy = sum(candidate.prefilling > 0 for candidate in candidates) / len(candidates)
     weight = policy.others[prefer or policy.prefer]
     others = weight * busy
     hint = policy.session_hint

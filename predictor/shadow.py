@@ -16,13 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from predictor.engines.vllm import Queue, Sequence, Settings, Step, reusable_tokens, schedule, undo
+from predictor.outlook import Outlook, Sight
 from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
 from predictor.prefixes_ahead import common_blocks
 from predictor.prompt import BlockHashes
+from predictor.run_forward import Budget, RunForward, whole_output
 from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
-from predictor.timeline import Others, RunForward, Timeline, whole_output
+from predictor.timeline import Guess, Others, Timeline
 
 # Evidence that no so many steps explain is about something else than what the shadow knows.
 _MAX_STEPS_BEHIND = 4096
@@ -117,8 +119,8 @@ class Shadow:
         self._tails: dict[int, Sequence] = {}
         self._tail_of: dict[str, tuple[int, int]] = {}  # the tail, and how many blocks it ends
         self._sees_blocks = False
-        self._ends: dict[str, int] = {}
-        self._timeline: Timeline | None = None
+        self._outlook = Outlook(self._look)
+        self._looked_s = 0.0
         self._load: _Load | None = None
         self.forced = 0  # times that evidence contradicted the rule
         self.cut = 0  # times that more had passed than one call may look at
@@ -166,14 +168,14 @@ class Shadow:
     def set_cost(self, cost: StepCost) -> None:
         if cost != self._cost:
             self._cost = cost
-            self._timeline = None
+            self._outlook.changed()
 
     def set_settings(self, settings: Settings) -> None:
         self._settings = settings
         usable = settings.usable_blocks
         self._kept_out = None
         self._queue.free_blocks = None if usable is None else usable - sum(seq.blocks for seq in self._queue.running)
-        self._timeline = None
+        self._outlook.forget()
 
     def set_sees_blocks(self, sees: bool) -> None:
         """Whether each step that stores a block is known to be announced, so that the shadow can wait for it."""
@@ -191,7 +193,8 @@ class Shadow:
         if not self._under_way and self._composes_s is None:
             self._composes_s = now_s + self._cost.overhead_s(seq.prompt_tokens)
             self._interval = _Interval(now_s, arrival_tokens=seq.prompt_tokens)
-        self._changed()
+        self._outlook.booked(seq)
+        self._load = None
 
     def adopt(self, seq: Sequence, now_s: float) -> None:
         """Takes in one that has had its first token, and got here by another way than ours."""
@@ -349,45 +352,65 @@ class Shadow:
             if self._composes_s is not None and self._composes_s < now_s - _INSTANT_S:
                 self._compose()
 
-    def timeline(self, now_s: float) -> Timeline:
-        """The steps to come as of now; computed again only when something has changed since."""
+    def begins_s(self, now_s: float) -> float:
+        """When the next step begins that a newcomer can be part of."""
         self.advance(now_s)
         if self._composes_s is None or self._under_way:
-            begins_s = self._next_step_s(now_s)
-        else:
-            # Composed by the engine only when this instant is over: the newcomer is part of it.
-            begins_s = max(now_s, self._composes_s)
-        if self._timeline is None:
-            self._timeline = self._run_forward(begins_s, now_s)
-        elif self._timeline.begins_s != begins_s:
-            self._timeline = self._timeline.beginning_at(begins_s)
-        return self._timeline
+            return self._next_step_s(now_s)
+        # Composed by the engine only when this instant is over: the newcomer is part of it.
+        return max(now_s, self._composes_s)
 
-    def _run_forward(self, begins_s: float, now_s: float) -> Timeline:
-        curve = self._lengths(now_s) if self._lengths is not None else None
+    def timeline(self, now_s: float, budget: Budget | None = None) -> Timeline:
+        """The steps to come as of now; computed again only when something has changed since, and as far as there is a
+        budget for it."""
+        begins_s = self.begins_s(now_s)
+        self._looked_s = now_s
+        return self._outlook.renewed(begins_s, budget)
+
+    def standing_timeline(self, now_s: float, budget: Budget) -> Timeline | Guess:
+        """What was computed before; of what has happened since it knows bookings only. A guess if it is of no use."""
+        begins_s = self.begins_s(now_s)
+        timeline = self._outlook.standing(begins_s, budget)
+        if timeline is not None and (self._outlook.fresh or self._loaded().prefilling):
+            return timeline
+        return Guess(begins_s, self._loaded().prefill_tokens, self._settings, self._cost)
+
+    @property
+    def opens_s(self) -> float:
+        """When those who prefill let a newcomer in at the earliest, by the timeline that stands."""
+        return self._outlook.opens_s
+
+    @property
+    def timeline_is_fresh(self) -> bool:
+        """Whether nothing has happened since the timeline was computed."""
+        return self._outlook.fresh
+
+    def _look(self, begins_s: float) -> Sight:
+        sequences = self._sequences.values()
+        curve = self._lengths(self._looked_s) if self._lengths is not None else None
         if curve is not None:
-            for seq in self._sequences.values():
+            for seq in sequences:
                 if seq.generated >= seq.expected_output and seq.draws:
                     # It has outlived what was drawn for it.
                     seq.expected_output = curve.length(seq.draws[0], seq.generated, seq.max_output)
-        ends = {
-            seq.id: whole_output(seq, self._ends.get(seq.id, seq.expected_output)) for seq in self._sequences.values()
-        }
+        ends = {seq.id: whole_output(seq, seq.expected_output) for seq in sequences}
         first = RunForward(self._queue, self._settings, self._cost, ends)
-        if curve is None or self._ends:
-            return Timeline(begins_s, first)
+        count = min((len(seq.draws) for seq in sequences), default=0) - 1
+        if curve is None or count < 1:
+            return Sight(begins_s, first, None)
+        # As it is now: a future is imagined when somebody asks, and by then the queue may have moved on.
+        queue, settings, cost = self._queue, self._settings, self._cost
 
-        def imagine() -> list[RunForward]:
-            futures = []
-            for number in range(1, min((len(seq.draws) for seq in self._sequences.values()), default=0)):
-                drawn = {
-                    seq.id: curve.length(seq.draws[number], seq.generated, seq.max_output)
-                    for seq in self._sequences.values()
-                }
-                futures.append(RunForward(self._queue, self._settings, self._cost, drawn))
-            return futures
+        def length(seq: Sequence, number: int) -> int | None:
+            if number >= len(seq.draws):
+                return None
+            return curve.length(seq.draws[number], seq.generated, seq.max_output)
 
-        return Timeline(begins_s, first, Others(imagine))
+        def imagine(number: int) -> RunForward:
+            drawn = {seq.id: curve.length(seq.draws[number], seq.generated, seq.max_output) for seq in sequences}
+            return RunForward(queue, settings, cost, drawn)
+
+        return Sight(begins_s, first, Others(count, imagine, length))
 
     # Inside
 
@@ -404,18 +427,29 @@ class Shadow:
 
     def _loaded(self) -> _Load:
         if self._load is None:
-            lefts = [self._left(seq) for seq in self._sequences.values() if not self._emitted(seq)]
-            self._load = _Load(len(lefts), len(self._sequences) - len(lefts), sum(lefts))
+            # What the steps under way do has not happened yet: tokens to come, and where chunks begin.
+            to_come: dict[int, int] = {}
+            starts: dict[int, int] = {}
+            for item in self._under_way:
+                for seq in item.step.decodes:
+                    to_come[id(seq)] = to_come.get(id(seq), 0) + 1
+                for seq, start, end in item.step.chunks:
+                    starts[id(seq)] = min(start, starts.get(id(seq), start))
+                    if self._completes(seq, end):
+                        to_come[id(seq)] = to_come.get(id(seq), 0) + 1
+            prefilling = tokens = 0
+            most = len(self._under_way)
+            for seq in self._sequences.values():
+                if seq.generated > most:
+                    continue
+                key = id(seq)
+                if not seq.generated or seq.generated == to_come.get(key):
+                    prefilling += 1
+                    left = seq.prompt_tokens - starts.get(key, seq.computed)
+                    if left > 0:
+                        tokens += left
+            self._load = _Load(prefilling, len(self._sequences) - prefilling, tokens)
         return self._load
-
-    def _left(self, seq: Sequence) -> int:
-        """Prompt tokens that have not been computed by a step that has ended."""
-        computed = seq.computed
-        for item in self._under_way:
-            for other, start, _ in item.step.chunks:
-                if other is seq:
-                    computed = min(computed, start)
-        return max(0, seq.prompt_tokens - computed)
 
     def _emitted(self, seq: Sequence) -> int:
         """Tokens of it that have left the engine."""
@@ -509,7 +543,8 @@ class Shadow:
                 yield other, common_blocks(seq.hashes, other.hashes)
 
     def _changed(self) -> None:
-        self._timeline = self._load = None
+        self._outlook.changed()
+        self._load = None
 
     def _compose(self) -> None:
         """Composes the next step, and with asynchronous scheduling the one after it as well."""
@@ -677,7 +712,6 @@ class Shadow:
     def _remove(self, seq: Sequence) -> None:
         queue = self._queue
         del self._sequences[seq.id]
-        self._ends.pop(seq.id, None)
         self._forget_tail(seq)
         queue.running = [other for other in queue.running if other is not seq]
         queue.waiting = deque(other for other in queue.waiting if other is not seq)

@@ -216,7 +216,9 @@ class Observer:
                     )
                     self.clairvoyant[what] = told_s - event_s
                 if self.lengths_told:
-                    self.worker.shadow._ends[ticket.id] = arrivals[what].output_tokens
+                    seq = self.worker.shadow._sequences[ticket.id]
+                    seq.expected_output, seq.draws = arrivals[what].output_tokens, ()
+                    self.worker.shadow._changed()
             elif kind == "kv":
                 self.fleet.apply(_WORKER, batch, now_s)
             elif kind == "first":

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from predictor.engines.vllm import Queue, Sequence, Settings, schedule
 from predictor.prefill_cost import StepCost
-from predictor.timeline import RunForward, Timeline
+from predictor.run_forward import RunForward
+from predictor.timeline import Timeline
 
 MEASURED = StepCost(0.0, 0.0, 0.005, 30e-6, 37e-12, 50e-6)
 
@@ -155,7 +156,7 @@ def test_a_queue_too_long_to_be_listed_is_cut_and_its_rest_priced_as_if_one_came
 ) -> None:
     shape = busy(20, 300, 700, Settings(max_num_batched_tokens=512))
     whole_s = shape.timeline().finish_s(1)
-    monkeypatch.setattr("predictor.timeline.MAX_SPANS", 100)
+    monkeypatch.setattr("predictor.run_forward.MAX_SPANS", 100)
     timeline = shape.timeline()
     assert timeline.finish_s(1) == pytest.approx(whole_s, rel=0.3)
     assert len(timeline.spans) <= 102
