@@ -44,7 +44,7 @@ from predictor.interval import Calibration, PoolErrors
 from predictor.kv_events import Batch, Tier
 from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
 from predictor.output_lengths import LengthCurve, OutputLengths, draws
-from predictor.pool_cache import CacheSpec, PoolCache, Reuse
+from predictor.pool_cache import CacheSpec, PoolCache
 from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample, StepCost
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
 from predictor.renewal import Renewal
@@ -58,8 +58,8 @@ from predictor.timeline import Guess, Timeline
 _RECENT_GRANTS = 50
 # Imagined futures of a worker whose queue waits for others to end: more than five tell no more.
 _FUTURES = 5
-# Of pools with more workers, so many are priced for a request: those that can win.
-_PRICED = 32
+# Of larger pools only those are priced for a request that can win: so many, by the least that each can cost.
+_ALL_PRICED, _LIKELY = 32, 16
 # What a view of the whole may list of all queues together, in spans.
 _VIEW_SPANS = 300
 _MAX_OUTPUT_TOKENS = 1 << 20
@@ -294,6 +294,179 @@ class _Pool:
         return [tokens for worker in self.workers.values() for tokens in worker.shadow.generated()]
 
 
+class _Race:
+    """One request, and the workers of a pool that may get it, each priced by its timeline."""
+
+    def __init__(
+        self,
+        home: _Pool,
+        everybody: ReadOnly[_Worker],
+        prompt: Prompt,
+        wish: Wish,
+        limits: Limits,
+        tickets: Mapping[str, Ticket],
+        now_s: float,
+    ) -> None:
+        self.reuse = home.cache.reuse(prompt)
+        self.workers: list[_Worker] = []  # who is priced
+        self.prospects: list[Prospect] = []  # in the same order
+        self._home = home
+        self._everybody = everybody
+        self._prompt = prompt
+        self._wish = wish
+        self._limits = limits
+        self._tickets = tickets
+        self._now_s = now_s
+        self._waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
+        # Only a bound asks how sure a wait is.
+        self._quantile = 1.0 - home.policy.admission.risk if limits.bounded else None
+        self._output_tokens = home.expected_output(wish.max_tokens, now_s)
+        self._prefilling = [worker.shadow.prefilling for worker in everybody]
+        self._budget = home.renewal.budget(len(everybody), now_s)
+        self._old: list[int] = []  # places of those whose timelines are not up to date
+        self._others = home.policy.routing.others[wish.prefer or home.policy.routing.prefer]
+        self._refusal_s = home.policy.routing.refusal_s if self._others and not limits.bounded else 0.0
+
+    def likely(self, rng: np.random.Generator) -> list[_Worker]:
+        """Of a large pool those that may win, by the least that each can cost: when it lets somebody in, and what it
+        would have to prefill."""
+        home, workers, prefilling = self._home, self._everybody, self._prefilling
+        if len(workers) <= _ALL_PRICED:
+            return list(workers)
+        tokens, weight, crowds = self._prompt.token_count, 1.0 + self._others, self._refusal_s > 0.0
+        bounds, cached = [], []
+        # Of those that are alike it is not always the same ones.
+        first = int(rng.integers(len(workers)))
+        for place, worker in enumerate(workers):
+            found = self.reuse[worker.spec.name]
+            saved = found.tokens
+            own_s = worker.cost.cost.tokens_s(saved, tokens) + found.load_s
+            if saved:
+                cached.append((own_s, place))
+            bound_s = weight * own_s
+            if prefilling[place]:
+                wait_s = worker.shadow.opens_s - self._now_s
+                if wait_s > 0.0:
+                    bound_s += wait_s
+            if crowds:
+                bound_s += self._price_s(bound_s - weight * own_s, own_s) - self._others * own_s
+            bounds.append((bound_s, (place - first) % len(workers), place))
+        chosen = {place for _, _, place in nsmallest(_LIKELY, bounds)}
+        chosen.update(place for _, place in nsmallest(2, cached))
+        chosen.add(home.renewal.turn(len(workers)))
+
+        # Who has yet to learn is not chosen by what he costs.
+        def seen(place: int) -> tuple[int, int]:
+            return prefilling[place], workers[place].cost.samples + len(workers[place].tickets)
+
+        unlearned = (place for place, worker in enumerate(workers) if not worker.cost.learned)
+        chosen.update(nsmallest(_LIKELY, unlearned, key=seen))
+        last = home.sessions.get(self._wish.session) if self._wish.session is not None else None
+        return [worker for place, worker in enumerate(workers) if place in chosen or worker.spec.name == last]
+
+    def in_time(self) -> list[_Worker]:
+        """Those not priced yet who let somebody in before the request's bound ends, as far as is known."""
+        limits = self._limits
+        bounds_s = [bound_s for bound_s in (limits.max_queue_wait_s, limits.max_ttft_s) if bound_s is not None]
+        until_s = self._now_s - self._waited_s + min(bounds_s, default=limits.overload_wait_s or float("inf"))
+        known = {worker.spec.name for worker in self.workers}
+        rest = [worker for worker in self._everybody if worker.spec.name not in known]
+        return [worker for worker in rest if not worker.shadow.prefilling or worker.shadow.opens_s <= until_s]
+
+    def price(self, workers: ReadOnly[_Worker]) -> bool:
+        """By the timelines that stand, whatever has happened since; False if there is nobody to price."""
+        for worker in workers:
+            own = self._budget.glance()
+            timeline = worker.shadow.standing_timeline(self._now_s, own)
+            self.prospects.append(self._prospect(worker, timeline, own))
+            self.workers.append(worker)
+            self._budget.left -= own.used
+            if own.cut or not (worker.shadow.timeline_is_fresh and timeline.settled):
+                self._old.append(len(self.workers) - 1)
+        return bool(workers)
+
+    def renew(self) -> None:
+        """Prices anew, by timelines that are up to date, as many as it takes and the budget allows."""
+
+        def anew(place: int, own: Budget) -> float:
+            worker = self.workers[place]
+            self.prospects[place] = self._prospect(worker, worker.shadow.timeline(self._now_s, own), own)
+            return cost_s(self.prospects[place].forecast)
+
+        def cost_s(priced: Forecast) -> float:
+            return priced.ttft_s + self._price_s(priced.wait_s, priced.prefill_s)
+
+        if self._old:
+            renewal = self._home.renewal
+            costs_s = [cost_s(prospect.forecast) for prospect in self.prospects]
+            renewal.bring_up(costs_s, self._old, renewal.turn(len(costs_s)), anew, self._budget)
+
+    def objections(self) -> list[Reason | None]:
+        """Why each of those priced is not open to the request."""
+        if self._home.mode is Mode.OFF:
+            return [None] * len(self.prospects)
+        return [objection(prospect, self._limits) for prospect in self.prospects]
+
+    def choose(self, rng: np.random.Generator, all_open: bool = False) -> Choice | None:
+        home, wish, limits = self._home, self._wish, self._limits
+        grants, recent = Counter(home.recent), max(1, len(home.recent))
+        known = any(prospect.forecast.cached_tokens for prospect in self.prospects)
+        last = None if known or wish.session is None else home.sessions.get(wish.session)
+        candidates = []
+        for worker, prospect, why_not in zip(self.workers, self.prospects, self.objections(), strict=True):
+            priced, cost = prospect.forecast, worker.cost.cost
+            candidates.append(
+                Candidate(
+                    forecast=priced,
+                    feasible=all_open or why_not is None,
+                    prefilling=worker.shadow.prefilling,
+                    learned=worker.cost.learned,
+                    # What is on its way to being a sample counts, or requests in a row would all go to one worker.
+                    samples=worker.cost.samples + len(worker.tickets),
+                    recent_share=grants[worker.spec.name] / recent,
+                    uncached_prefill_s=cost.alone_s(0, priced.prompt_tokens, worker.settings.max_num_batched_tokens),
+                    eviction_s=home.reuse * cost.tokens_s(0, _evicted_tokens(home, worker, priced)),
+                    session=worker.spec.name == last,
+                    crowded_out=0.0 if limits.bounded else home.crowding.crowds_out(priced.wait_s, priced.prefill_s),
+                )
+            )
+        busy = 1.0 - self._prefilling.count(0) / len(self._prefilling)
+        return choose(candidates, home.policy.routing, wish.prefer, rng, busy)
+
+    def _price_s(self, wait_s: float, own_s: float) -> float:
+        """About what a placement costs others; the pool is taken to be busy."""
+        crowded_out = self._home.crowding.crowds_out(wait_s, own_s) if self._refusal_s else 0.0
+        return self._others * own_s + self._refusal_s * crowded_out
+
+    def _prospect(self, worker: _Worker, timeline: Timeline | Guess, budget: Budget) -> Prospect:
+        _count_overdue(worker, self._tickets, self._now_s)
+        reuse, prompt = self.reuse[worker.spec.name], self._prompt
+        priced = forecast(
+            worker=worker.spec.name,
+            prompt_tokens=prompt.token_count,
+            cached_tokens=reuse.tokens,
+            load_s=reuse.load_s,
+            already_waited_s=self._waited_s,
+            timeline=timeline,
+            settings=worker.settings,
+            cost=worker.cost.cost,
+            basis=worker.cost.basis,
+            tokens_ahead=worker.shadow.prefill_tokens_ahead(),
+            now_s=self._now_s,
+            exact_tokens=prompt.exact,
+            calibration=worker.calibration,
+            trusted=worker.trusted,
+            arrivals=worker.arrivals,
+            budget=budget,
+        )
+        high_wait_s = priced.wait_s
+        if self._quantile is not None:
+            # Errors of an empty queue say little about those of a full one: what is predicted is the least.
+            high_wait_s = max(high_wait_s, priced.queue_wait_quantile_s(self._quantile) - self._waited_s)
+        needed = priced.prompt_tokens - priced.cached_tokens + self._output_tokens
+        return Prospect(priced, high_wait_s, worker.idle, _kv_demand(worker, needed))
+
+
 class Fleet:
     """Pools by name, workers by name (unique in the fleet), tickets by id."""
 
@@ -493,68 +666,14 @@ class Fleet:
         workers = _eligible(home.workers.values(), prompt, wish, now_s)
         if not workers:
             return NoWorker(pool)
-        waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
-        reuse = home.cache.reuse(prompt)
         limits = home.limits(wish, now_s)
-        # Only a bound asks how sure a wait is.
-        quantile = 1.0 - home.policy.admission.risk if limits.bounded else None
-        output_tokens = home.expected_output(wish.max_tokens, now_s)
-        others = home.policy.routing.others[wish.prefer or home.policy.routing.prefer]
-        refusal_s = home.policy.routing.refusal_s if others and not limits.bounded else 0.0
-
-        def price_s(wait_s: float, own_s: float) -> float:
-            """About what a placement costs others; the pool is taken to be busy."""
-            crowded_out = home.crowding.crowds_out(wait_s, own_s) if refusal_s else 0.0
-            return others * own_s + refusal_s * crowded_out
-
-        prefilling = [worker.shadow.prefilling for worker in workers]
-        busy = 1.0 - prefilling.count(0) / len(workers)
-        everybody, workers = workers, self._shortlist(home, workers, prefilling, reuse, prompt, wish, price_s, now_s)
-        budget = home.renewal.budget(len(everybody), now_s)
-
-        def prospect(worker: _Worker, timeline: Timeline | Guess, own: Budget) -> Prospect:
-            return self._prospect(
-                worker, prompt, reuse[worker.spec.name], output_tokens, quantile, waited_s, now_s, timeline, own
-            )
-
-        def renew(place: int, own: Budget) -> float:
-            worker = workers[place]
-            prospects[place] = prospect(worker, worker.shadow.timeline(now_s, own), own)
-            return placing_s(prospects[place].forecast)
-
-        def placing_s(priced: Forecast) -> float:
-            return priced.ttft_s + price_s(priced.wait_s, priced.prefill_s)
-
-        prospects: list[Prospect] = []
-        old: list[int] = []
-
-        def price(more: ReadOnly[_Worker]) -> None:
-            """By the timelines that stand, whoever's they are."""
-            for place, worker in enumerate(more, len(prospects)):
-                own = budget.glance()
-                timeline = worker.shadow.standing_timeline(now_s, own)
-                prospects.append(prospect(worker, timeline, own))
-                budget.left -= own.used
-                if own.cut or not (worker.shadow.timeline_is_fresh and timeline.settled):
-                    old.append(place)
-
-        def judge() -> tuple[list[Reason | None], Choice | None]:
-            found: list[Reason | None] = [None] * len(prospects)
-            if home.mode is not Mode.OFF:
-                found = [objection(prospect, limits) for prospect in prospects]
-            return found, self._choose(home, workers, prospects, [why is None for why in found], wish, limits, busy)
-
-        price(workers)
-        if old:
-            # Then by as many of them anew as it takes and the budget allows.
-            costs_s = [placing_s(found.forecast) for found in prospects]
-            home.renewal.bring_up(costs_s, old, home.renewal.turn(len(workers)), renew, budget)
-        objections, choice = judge()
-        if choice is None and len(everybody) > len(workers):
-            rest = _in_time(everybody, workers, limits, waited_s, now_s)
-            workers = [*workers, *rest]
-            price(rest)
-            objections, choice = judge()
+        race = _Race(home, workers, prompt, wish, limits, self._tickets, now_s)
+        race.price(race.likely(self._rng))
+        race.renew()
+        objections, choice = race.objections(), race.choose(self._rng)
+        if choice is None and race.price(race.in_time()):
+            objections, choice = race.objections(), race.choose(self._rng)
+        prospects = race.prospects
         forecasts = tuple(found.forecast for found in prospects)
         if limits.bounded and attempt is not Attempt.AGAIN:
             own_s = min(found.forecast.prefill_s for found in prospects)
@@ -567,7 +686,7 @@ class Fleet:
                 if attempt is Attempt.FINAL:
                     self._watch(home, wish, refusal, now_s)
                 return refusal
-            choice = self._choose(home, workers, prospects, [True] * len(prospects), wish, limits, busy)
+            choice = race.choose(self._rng, all_open=True)
             assert choice is not None, "with everybody open, somebody is chosen"
         chosen = choice.ranked[0].forecast
         server = home.workers[chosen.worker]
@@ -575,7 +694,7 @@ class Fleet:
         hashes = home.cache.hashes(chosen.worker, prompt)
         ticket = self._book(home, server, chosen, wish, hashes, now_s)
         ticket.would_refuse = refusal
-        expected = reuse[chosen.worker]
+        expected = race.reuse[chosen.worker]
         home.cache.book(chosen.worker, ticket.id, prompt, expected.by_rule, expected.promised)
         specs = [home.workers[candidate.forecast.worker].spec for candidate in choice.ranked]
         return Grant(
@@ -590,11 +709,10 @@ class Fleet:
         """Forecasts and books on this worker, whoever else would be better: where a recording says that it went."""
         home = self._pool_of[worker]
         server = home.workers[worker]
-        waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
-        reuse = home.cache.reuse(prompt)[worker]
-        budget = home.renewal.budget(1, now_s)
-        timeline = server.shadow.timeline(now_s, budget)
-        priced = self._prospect(server, prompt, reuse, 0, None, waited_s, now_s, timeline, budget).forecast
+        race = _Race(home, [server], prompt, wish, Limits(), self._tickets, now_s)
+        race.price([server])
+        race.renew()
+        priced, reuse = race.prospects[0].forecast, race.reuse[worker]
         hashes = home.cache.hashes(worker, prompt)
         ticket = self._book(home, server, priced, wish, hashes, now_s)
         home.cache.book(worker, ticket.id, prompt, reuse.by_rule, reuse.promised)
@@ -815,121 +933,6 @@ class Fleet:
 
     # Inside
 
-    def _shortlist(
-        self,
-        home: _Pool,
-        workers: list[_Worker],
-        prefilling: ReadOnly[int],
-        reuse: Mapping[str, Reuse],
-        prompt: Prompt,
-        wish: Wish,
-        price_s: Callable[[float, float], float],
-        now_s: float,
-    ) -> list[_Worker]:
-        """Of a large pool those that may win, by the least that each can cost: when it lets somebody in, and what it
-        would have to prefill."""
-        if len(workers) <= _PRICED:
-            return workers
-        tokens = prompt.token_count
-        bounds, cached = [], []
-        # Of those that are alike it is not always the same ones.
-        first = int(self._rng.integers(len(workers)))
-        for place, worker in enumerate(workers):
-            found = reuse[worker.spec.name]
-            saved = found.tokens
-            own_s = worker.cost.cost.tokens_s(saved, tokens) + found.load_s
-            if saved:
-                cached.append((own_s, place))
-            wait_s = max(0.0, worker.shadow.opens_s - now_s) if prefilling[place] else 0.0
-            bound_s = wait_s + own_s + price_s(wait_s, own_s)
-            bounds.append((bound_s, (place - first) % len(workers), place))
-        chosen = {place for _, _, place in nsmallest(_PRICED - 8, bounds)}
-        chosen.update(place for _, place in nsmallest(2, cached))
-        chosen.add(home.renewal.turn(len(workers)))
-        # Who has yet to learn is not chosen by what he costs.
-        unlearned = [place for place, worker in enumerate(workers) if not worker.cost.learned]
-        chosen.update(
-            nsmallest(
-                _PRICED,
-                unlearned,
-                key=lambda at: (prefilling[at], workers[at].cost.samples + len(workers[at].tickets)),
-            )
-        )
-        last = home.sessions.get(wish.session) if wish.session is not None else None
-        return [w for place, w in enumerate(workers) if place in chosen or w.spec.name == last]
-
-    def _prospect(
-        self,
-        worker: _Worker,
-        prompt: Prompt,
-        reuse: Reuse,
-        output_tokens: int,
-        quantile: float | None,
-        waited_s: float,
-        now_s: float,
-        timeline: Timeline | Guess,
-        budget: Budget,
-    ) -> Prospect:
-        settings, shadow = worker.settings, worker.shadow
-        _count_overdue(worker, self._tickets, now_s)
-        priced = forecast(
-            worker=worker.spec.name,
-            prompt_tokens=prompt.token_count,
-            cached_tokens=reuse.tokens,
-            load_s=reuse.load_s,
-            already_waited_s=waited_s,
-            timeline=timeline,
-            settings=settings,
-            cost=worker.cost.cost,
-            basis=worker.cost.basis,
-            tokens_ahead=shadow.prefill_tokens_ahead(),
-            now_s=now_s,
-            exact_tokens=prompt.exact,
-            calibration=worker.calibration,
-            trusted=worker.trusted,
-            arrivals=worker.arrivals,
-            budget=budget,
-        )
-        high_wait_s = priced.wait_s
-        if quantile is not None:
-            # Errors of an empty queue say little about those of a full one: what is predicted is the least.
-            high_wait_s = max(high_wait_s, priced.queue_wait_quantile_s(quantile) - waited_s)
-        needed = priced.prompt_tokens - priced.cached_tokens + output_tokens
-        return Prospect(priced, high_wait_s, worker.idle, _kv_demand(worker, needed))
-
-    def _choose(
-        self,
-        home: _Pool,
-        workers: ReadOnly[_Worker],
-        prospects: ReadOnly[Prospect],
-        open_to: ReadOnly[bool],
-        wish: Wish,
-        limits: Limits,
-        busy: float,
-    ) -> Choice | None:
-        grants, recent = Counter(home.recent), max(1, len(home.recent))
-        known = any(prospect.forecast.cached_tokens for prospect in prospects)
-        last = None if known or wish.session is None else home.sessions.get(wish.session)
-        candidates = []
-        for worker, prospect, is_open in zip(workers, prospects, open_to, strict=True):
-            priced, cost = prospect.forecast, worker.cost.cost
-            candidates.append(
-                Candidate(
-                    forecast=priced,
-                    feasible=is_open,
-                    prefilling=worker.shadow.prefilling,
-                    learned=worker.cost.learned,
-                    # What is on its way to being a sample counts, or requests in a row would all go to one worker.
-                    samples=worker.cost.samples + len(worker.tickets),
-                    recent_share=grants[worker.spec.name] / recent,
-                    uncached_prefill_s=cost.alone_s(0, priced.prompt_tokens, worker.settings.max_num_batched_tokens),
-                    eviction_s=home.reuse * cost.tokens_s(0, _evicted_tokens(home, worker, priced)),
-                    session=worker.spec.name == last,
-                    crowded_out=0.0 if limits.bounded else home.crowding.crowds_out(priced.wait_s, priced.prefill_s),
-                )
-            )
-        return choose(candidates, home.policy.routing, wish.prefer, self._rng, busy)
-
     def _watch(self, home: _Pool, wish: Wish, refusal: Refusal, now_s: float) -> None:
         """To find out afterwards whether the refusal was right."""
         best, allowed_s = refusal.best, refusal.allowed_wait_s
@@ -1063,17 +1066,6 @@ class Fleet:
             return False
         worker.shadow.set_cost(worker.cost.cost)
         return True
-
-
-def _in_time(
-    everybody: ReadOnly[_Worker], priced: ReadOnly[_Worker], limits: Limits, waited_s: float, now_s: float
-) -> list[_Worker]:
-    """Those not priced yet who let somebody in before the request's bound ends, as far as is known."""
-    bounds_s = [bound_s for bound_s in (limits.max_queue_wait_s, limits.max_ttft_s) if bound_s is not None]
-    until_s = now_s - waited_s + min(bounds_s, default=limits.overload_wait_s or float("inf"))
-    known = {worker.spec.name for worker in priced}
-    rest = [worker for worker in everybody if worker.spec.name not in known]
-    return [worker for worker in rest if not worker.shadow.prefilling or worker.shadow.opens_s <= until_s]
 
 
 def _count_overdue(worker: _Worker, tickets: Mapping[str, Ticket], now_s: float) -> None:

@@ -15,9 +15,9 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from predictor.admission import Limits
 from predictor.engines.vllm import Queue, Sequence, Settings
-from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
-from predictor.pool_cache import Reuse
+from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec, _Race
 from predictor.prefill_cost import StepCost
 from predictor.prompt import BlockHasher, Prompt
 from predictor.routing import Prefer
@@ -286,14 +286,13 @@ def test_in_a_large_pool_nobody_who_was_not_priced_would_have_been_sooner() -> N
         prompt, wish = Prompt(tokens, exact=True), Wish(f"t{number}", now_s, prefer=Prefer.LATENCY)
         exact_s = {}
         if number % 50 == 49:
-            budget = Budget(10**9)
+            race = _Race(home, list(home.workers.values()), prompt, wish, Limits(), fleet._tickets, now_s)
             for name, worker in home.workers.items():
-                timeline = worker.shadow.timeline(now_s)
-                found = fleet._prospect(worker, prompt, Reuse(), 0, None, 0.0, now_s, timeline, budget)
+                found = race._prospect(worker, worker.shadow.timeline(now_s), Budget(10**9))
                 exact_s[name] = found.forecast.ttft_s
         decision = fleet.place("m", prompt, wish, now_s)
         assert isinstance(decision, Grant)
-        assert 24 <= len(decision.forecasts) <= 40
+        assert 16 <= len(decision.forecasts) <= 20
         if exact_s:
             worse_s.append(exact_s[decision.ticket.worker] / min(exact_s.values()) - 1)
         flying.append(f"t{number}")
