@@ -333,3 +333,47 @@ def test_where_the_best_of_a_large_pool_are_shut_one_that_is_open_is_found() -> 
     decision = fleet.place("m", Prompt(1000, exact=True), Wish("one more", 0.0), 0.0)
     assert isinstance(decision, Grant)
     assert decision.ticket.worker == "w33"
+
+
+def test_a_request_that_is_placed_by_an_old_timeline_is_priced_as_by_a_new_one_but_for_a_few_percent() -> None:
+    """Deep queues that wait for KV space, and in each of them one ends and one begins between any two decisions."""
+    rng = np.random.default_rng(3)
+    fleet = Fleet([PoolPolicy("m")], BlockHasher(rng), rng)
+    decoding, waiting = dict[str, deque[str]](), dict[str, deque[str]]()
+    for number in range(6):
+        name = f"w{number}"
+        fleet.join("m", WorkerSpec(name, f"10.0.0.1:{number + 1}", Settings(num_gpu_blocks=12_000)))
+        fleet.know_cost(name, MEASURED)
+        ids = [f"{name}-{at}" for at in range(350)]
+        for at, ticket_id in enumerate(ids):
+            tokens = int(np.clip(rng.lognormal(7.2, 0.8), 50, 8000))
+            fleet.place_on(name, Prompt(tokens, exact=True), Wish(ticket_id, 0.0), 0.0)
+            if at >= 250:
+                fleet.first_token(ids[at - 250], None, 0.05 * (at - 249))
+        decoding[name], waiting[name] = deque(ids[:100]), deque(ids[100:])
+    home, now_s, errors = fleet._pools["m"], 5.0, []
+    for number in range(60):
+        now_s += 0.03
+        for name in decoding:
+            decoding[name].rotate(-int(rng.integers(len(decoding[name]))))
+            fleet.finish(decoding[name].popleft(), Usage(), now_s)
+            decoding[name].append(waiting[name].popleft())
+            fleet.first_token(decoding[name][-1], None, now_s)
+        prompt, wish = Prompt(2000, exact=True), Wish(f"t{number}", now_s)
+        race = _Race(home, list(home.workers.values()), prompt, wish, Limits(), fleet._tickets, now_s)
+        exact_s = {}
+        for name, worker in home.workers.items():
+            sight = worker.shadow._look(worker.shadow.begins_s(now_s))
+            timeline = Timeline(sight.begins_s, sight.run)
+            exact_s[name] = race._prospect(worker, timeline, Budget(10**9)).forecast.ttft_s
+        decision = fleet.place("m", prompt, wish, now_s)
+        assert isinstance(decision, Grant)
+        errors.append(abs(decision.ticket.forecast.ttft_s / exact_s[decision.ticket.worker] - 1))
+        waiting[decision.ticket.worker].append(wish.ticket_id)
+    stale = fleet.shortcuts("m").forecasts_stale
+    sys.stdout.write(
+        f"\n{stale} of 60 by old timelines: {statistics.median(errors):.2%} off, {max(errors):.1%} at most"
+    )
+    assert stale > 30
+    assert statistics.median(errors) < 0.02
+    assert max(errors) < 0.25

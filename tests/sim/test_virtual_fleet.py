@@ -366,9 +366,11 @@ def test_under_load_predictions_are_as_near_as_what_comes_later_lets_them_be(
     assert everybody.median_relative < median
     assert everybody.cache_right > 0.98
     assert undisturbed.median_relative < 0.04
-    # Whoever is undisturbed was priced with the requests that might have come, and did not.
-    assert undisturbed.p90_relative < 0.3
-    assert -0.02 < undisturbed.bias_s < 0.01
+    # One engine at its limit: whoever is undisturbed was priced with the requests that would come in four of five such
+    # waits, and did not. So it must be off a little.
+    unlikely = load == 0.9 and len(costs) == 1
+    assert undisturbed.p90_relative < (0.2 if unlikely else 0.15)
+    assert (-0.02 if unlikely else -0.01) < undisturbed.bias_s < 0.01
 
 
 @pytest.mark.parametrize("threshold", [0, 1024])
@@ -380,7 +382,7 @@ def test_prompts_of_a_hundred_thousand_tokens_among_small_ones_are_predicted_too
     assert everybody.within_1s >= 0.96
     assert everybody.median_relative < 0.08
     assert undisturbed.median_relative < 0.05
-    assert undisturbed.p90_relative < (0.5 if threshold else 0.18)
+    assert undisturbed.p90_relative < 0.18
 
 
 def test_evidence_that_comes_late_costs_a_few_percent() -> None:
