@@ -112,6 +112,12 @@ def record(name: str, folder: Path, count: int | None = None, costs: Costs | Non
     return Recording(work, records, steps, {int(k): v for k, v in raw["cached"].items()})
 
 
+def actual_s(recording: Recording) -> list[float]:
+    """Each request's TTFT."""
+    first_at_s = {what: at_s for kind, at_s, what in recording.records if kind == "first"}
+    return [first_at_s[number] - arrival.at_s for number, arrival in enumerate(recording.work.arrivals)]
+
+
 def own_s(recording: Recording, number: int) -> float:
     """What a request's prefill costs when nothing else runs; true costs and hits."""
     costs, cached = recording.work.costs, recording.cached[number]
@@ -131,15 +137,16 @@ def naive_s(recording: Recording) -> list[float]:
 
 def watching_s(recording: Recording) -> list[float]:
     """The same, but at each arrival it is known who has had a first token and so is no longer ahead."""
-    first_at_s = {what: at_s for kind, at_s, what in recording.records if kind == "first"}
+    arrivals = recording.work.arrivals
+    first_at_s = [arrival.at_s + ttft_s for arrival, ttft_s in zip(arrivals, actual_s(recording), strict=True)]
     predicted, ahead, begun_s = [], list[int](), 0.0  # since when the foremost of them can be under way
-    for number, arrival in enumerate(recording.work.arrivals):
+    for number, arrival in enumerate(arrivals):
         gone_s = [first_at_s[other] for other in ahead if first_at_s[other] <= arrival.at_s]
         ahead = [other for other in ahead if first_at_s[other] > arrival.at_s]
         begun_s = max(begun_s, *gone_s) if gone_s else begun_s
         costs_s = [own_s(recording, other) for other in ahead]
         if ahead:
-            begun_s = max(begun_s, recording.work.arrivals[ahead[0]].at_s)
+            begun_s = max(begun_s, arrivals[ahead[0]].at_s)
             costs_s[0] -= min(costs_s[0], arrival.at_s - begun_s)
         predicted.append(sum(costs_s) + own_s(recording, number))
         ahead.append(number)
@@ -289,6 +296,14 @@ def main() -> None:
     for name in asked.workloads:
         recording = record(name, asked.recordings or HOMES[workloads.workload(name).engine]() / "recordings")
         told_s = watching_s(recording)
+        if recording.work.engine != "vllm":
+            # There is no step rule of ours to judge yet.
+            simple = [
+                Accuracy.of(list(zip(model, actual_s(recording), strict=True))[int(WARM_UP * len(told_s)) :])
+                for model in (naive_s(recording), told_s)
+            ]
+            sys.stdout.write(f"{name:34s} naive {simple[0]!s:24s} watching {simple[1]!s:24s}\n")
+            continue
         watcher = observer(recording, asked.true_costs, asked.lengths_told, asked.bound)
         watcher.clairvoyant_every = asked.clairvoyant
         runs = [watcher.play(recording)] + ([watcher.play(recording)] if asked.warm else [])

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from predictor.kv_events import Stored, decode_batch
-from tests.engine.forecast_truth import Recording, record
+from tests.engine.forecast_truth import Accuracy, Recording, actual_s, naive_s, record, watching_s
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 EXACT_S = 1e-9
 
@@ -72,6 +72,8 @@ def test_a_prompt_alone_takes_what_its_steps_cost(alone: Recording) -> None:
         assert firsts[number] - arrival.at_s == pytest.approx(steps * costs.step_s + own_s, abs=EXACT_S)
         decoded_s = (arrival.output_tokens - 1) * (costs.step_s + costs.per_decode_s)
         assert ends[number] - firsts[number] == pytest.approx(decoded_s, abs=EXACT_S)
+    for simple in (naive_s, watching_s):
+        assert simple(alone) == pytest.approx(actual_s(alone), abs=EXACT_S)
 
 
 def test_without_overlap_a_chunk_is_told_of_when_the_next_one_ends(alone: Recording) -> None:
@@ -113,6 +115,10 @@ def test_who_comes_behind_a_giant_waits_for_its_last_chunk(giants: Recording) ->
             assert all(full(chunks) for _, _, chunks, _ in giants.steps[soonest:step])
             behind += step > soonest
     assert behind > 20
+    # Adding up the prefills of those ahead explains nearly all of it.
+    watching = Accuracy.of(list(zip(watching_s(giants), actual_s(giants), strict=True)))
+    assert watching.within_1s == 1.0
+    assert watching.median_ratio < 0.05
 
 
 def test_with_overlap_a_chunk_is_told_of_when_it_ends(giants: Recording) -> None:

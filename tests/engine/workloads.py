@@ -267,10 +267,13 @@ def alone(count: int = 24, seed: int = 7) -> Callable[[], Workload]:
     return build
 
 
-def on_sglang(build: Callable[[], Workload], overlap: bool = True) -> Callable[[], Workload]:
+def on_sglang(
+    build: Callable[[], Workload], overlap: bool = True, max_tokens_told: int | None = None
+) -> Callable[[], Workload]:
     def built() -> Workload:
         work = build()
-        return replace(work, engine="sglang", settings=replace(work.settings, async_scheduling=overlap))
+        settings = replace(work.settings, async_scheduling=overlap)
+        return replace(work, engine="sglang", settings=settings, max_tokens_told=max_tokens_told)
 
     return built
 
@@ -295,6 +298,7 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "sglang conversations": on_sglang(conversations()),
     "sglang decodes": on_sglang(decodes(8192, 256, True)),
     "sglang storm": on_sglang(storm()),
+    "sglang storm, max_tokens 4096": on_sglang(storm(), max_tokens_told=4096),
     "sglang alone, no overlap": on_sglang(alone(), overlap=False),
 }
 NAMES = tuple(_WORKLOADS)
