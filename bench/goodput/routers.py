@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,6 @@ from bench.goodput.world import Outcome, seconds_alone
 from enginesim import words
 from extproc.stack import EngineSpec, Stack, free_ports
 
-# A bound is at least 5 s on the wire, and stands for twice as much.
-SPEED = 2.0
 _LESSONS = (500, 8000, 1500, 12_000, 3000, 20_000, 700, 5000, 2000, 16_000, 1000, 10_000)
 _STARTED_WITHIN_S = 60.0
 _ENVOY = "type.googleapis.com/envoy.extensions.load_balancing_policies"
@@ -66,9 +64,10 @@ class TextTrace:
 class Client:
     """Asks one URL; times are those of the engines, not of the clock."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, http: aiohttp.ClientSession, speed: float) -> None:
         self._url = url + "/v1/chat/completions"
         self._http = http
+        self._speed = speed
 
     async def ask(self, text: str, output_tokens: int, bound_s: float | None) -> Outcome:
         body: dict[str, Any] = {
@@ -78,7 +77,7 @@ class Client:
             "max_tokens": output_tokens,
             "messages": [{"role": "user", "content": text}],
         }
-        headers = {} if bound_s is None else {"x-max-queue-wait-s": f"{bound_s / SPEED:g}"}
+        headers = {} if bound_s is None else {"x-max-queue-wait-s": f"{bound_s / self._speed:g}"}
         began_s = time.perf_counter()
         first_s, usage, engine = None, None, None
         async with self._http.post(self._url, json=body, headers=headers) as response:
@@ -91,17 +90,17 @@ class Client:
                             usage = json.loads(line[6:])["usage"]
         tokens = usage["prompt_tokens"] if usage else 0
         ask = Ask(0.0, tuple(range(tokens)), output_tokens, bound_s)
-        outcome = Outcome(ask, began_s * SPEED, engine)
+        outcome = Outcome(ask, began_s * self._speed, engine)
         if usage is None or first_s is None:
             return outcome
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        ttft_s = (first_s - began_s) * SPEED
+        ttft_s = (first_s - began_s) * self._speed
         alone_s = seconds_alone(COSTS, TRACE_LIMITS.max_num_batched_tokens, tokens, cached)
         outcome.ttft_s, outcome.cached_tokens, outcome.wait_s = ttft_s, cached, ttft_s - alone_s
         return outcome
 
 
-def _specs(engines: int) -> list[EngineSpec]:
+def _specs(engines: int, speed: float) -> list[EngineSpec]:
     return [
         EngineSpec(
             f"w{number}",
@@ -111,7 +110,7 @@ def _specs(engines: int) -> list[EngineSpec]:
             decode_ms=COSTS.decode_ms,
             num_gpu_blocks=TRACE_LIMITS.num_gpu_blocks,
             max_num_batched_tokens=TRACE_LIMITS.max_num_batched_tokens,
-            more_flags=("--speed", f"{SPEED:g}"),
+            more_flags=("--speed", f"{speed:g}"),
         )
         for number in range(engines)
     ]
@@ -166,36 +165,48 @@ async def _up(url: str, process: asyncio.subprocess.Process) -> None:
     raise OSError(f"{url}: not up in {_STARTED_WITHIN_S:g} s")
 
 
-async def play(name: str, command: Sequence[str] | None, engines: int, trace: TextTrace, per_s: float) -> Score:
+@dataclass(frozen=True, slots=True)
+class Setup:
+    engines: int
+    speed: float  # of the engines; a bound is at least 5 s on the wire, and stands for so many times as much
+    trace: TextTrace
+
+
+async def play(name: str, command: Sequence[str] | None, setup: Setup, per_s: float) -> Score:
     """One policy at one load, on engines that have just been started."""
     change = _balanced_by(name) if name in _BALANCERS else None
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
         # As in virtual time: what an engine is told of bounds is what the trace's requests are told.
-        stack = Stack(Path(folder), _specs(engines), change_envoy=change)
+        stack = Stack(Path(folder), _specs(setup.engines, setup.speed), change_envoy=change)
         try:
             await stack.start()
             timeout = aiohttp.ClientTimeout(total=600)
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
                 if command is None:
-                    return await _played(name, Client(stack.url, http), stack, engines, trace, per_s)
+                    return await _played(name, Client(stack.url, http, setup.speed), stack, setup, per_s)
                 async with _router(stack, command) as url:
-                    return await _played(name, Client(url, http), stack, engines, trace, per_s)
+                    return await _played(name, Client(url, http, setup.speed), stack, setup, per_s)
         finally:
             await stack.stop()
 
 
-async def _played(name: str, client: Client, stack: Stack, engines: int, trace: TextTrace, per_s: float) -> Score:
+async def _played(name: str, client: Client, stack: Stack, setup: Setup, per_s: float) -> Score:
+    engines, trace = setup.engines, setup.trace
     for number, tokens in enumerate(_LESSONS):
         texts = [words.text(tokens, -1 - number * engines - engine) for engine in range(engines)]
         await asyncio.gather(*(client.ask(text, 20, None) for text in texts))
     began_s = time.perf_counter()
-    asked = []
+    asked, late_s = [], []
     for number, (at_s, text, output) in enumerate(
         zip(trace.arrivals_s(per_s), trace.texts, trace.outputs, strict=True)
     ):
-        await asyncio.sleep(max(0.0, began_s + at_s / SPEED - time.perf_counter()))
+        due_s = began_s + at_s / setup.speed
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        late_s.append(time.perf_counter() - due_s)
         asked.append(asyncio.create_task(client.ask(text, output, BOUND_S if number % 2 else None)))
     outcomes = await asyncio.gather(*asked)
+    # All share one machine. Where even this process is late, nothing that it measures is worth much.
+    print(f"  {name}: requests were sent up to {max(late_s) * 1e3:.0f} ms late", flush=True)
     prefilled = sum(len(outcome.ask.tokens) - outcome.cached_tokens for outcome in outcomes)
     return score(name, outcomes, prefilled, await _judgement(stack) if name == "Headway" else Judgement(None, None))
 
@@ -238,20 +249,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--routers", type=Path, required=True, metavar="VENV")
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--requests", type=int, default=800)
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="of the engines; at most 2, since bounds are 5 s at least"
+    )
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS)
-    parser.add_argument("--only", help="policies whose names begin so")
+    parser.add_argument("--only", nargs="+", help="names of policies")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args(arguments)
     trace = TextTrace(chosen.trace, chosen.requests)
     capacity_per_s = trace_capacity_per_s(Fleet(chosen.engines), chosen.trace, chosen.requests)
-    print(f"seed {SEED}, {chosen.engines} engines, {SPEED:g} times as fast, capacity {capacity_per_s:.2f} requests/s")
+    speed = f"{chosen.speed:g} times as fast"
+    print(f"seed {SEED}, {chosen.engines} engines, {speed}, capacity {capacity_per_s:.2f} requests/s")
+    setup = Setup(chosen.engines, chosen.speed, trace)
     results = []
     for load in chosen.loads:
         scores = []
         for name, command in policies(chosen.routers).items():
-            if chosen.only and not name.startswith(chosen.only):
+            if chosen.only and name not in chosen.only:
                 continue
-            got = asyncio.run(play(name, command, chosen.engines, trace, load * capacity_per_s))
+            got = asyncio.run(play(name, command, setup, load * capacity_per_s))
             scores.append(got)
             print(f"  {load:g} {got.policy}: {got.served:.1%}", flush=True)
         results += [{"workload": "routers", "load": load, **asdict(got)} for got in scores]
