@@ -541,6 +541,23 @@ def test_a_chunk_of_lmcache_is_a_block_of_its_own_size() -> None:
     assert stored(decode(as_map(parent_block_hash=0))).parent == 0
 
 
+def test_a_chunk_of_lmcache_is_told_with_the_next_chunks_first_token() -> None:
+    # As LMCache 0.5.6's own cache engine told it, with chunks of 4 tokens, of a prompt of 9.
+    prompt = [11, 12, 13, 14, 15, 16, 17, 18, 19]
+    first = as_map(
+        block_hashes=[-5], parent_block_hash=None, token_ids=prompt[:5], block_size=4, medium="cpu", extra_keys=None
+    )
+    second = as_map(
+        block_hashes=[9], parent_block_hash=-5, token_ids=prompt[4:9], block_size=4, medium="cpu", extra_keys=None
+    )
+    batch = decode(first, second)
+    assert batch.skipped == {}
+    told = [(event.tokens.tolist(), event.parent) for event in batch.events if isinstance(event, Stored)]
+    assert told == [(prompt[:4], None), (prompt[4:8], 2**64 - 5)]
+    # On a device one token too many is a group with holes.
+    assert decode({**first, "medium": "GPU"}).skipped == {"masked": 1}
+
+
 def test_a_store_of_tensorrt_llm_is_read_with_the_strings_of_its_multimodal_tokens() -> None:
     event = as_map(mm_keys=[{"hash": "ab", "start": 1}], token_ids=[1, "mm-ab-0", "mm-ab-1", 4], extra_keys=None)
     assert len(stored(decode(event)).tokens) == 4
