@@ -423,7 +423,7 @@ _SETTLED = 4
 def _bend(fit: Fit, plain: Array, columns: list[int]) -> tuple[Array, int]:
     best, best_score, bend = plain, fit.score(plain) - _BEND_GAIN, 0
     for column, tokens in enumerate(BENDS, start=FEATURES - len(BENDS)):
-        found = fit.least([*columns, column], plain + (np.arange(FEATURES) == column))
+        found = fit.least([*columns, column], plain)
         score = fit.score(found)
         if score < best_score and found[column] > 0 and found[TOKENS] > 0:
             best, best_score, bend = found, score, tokens
