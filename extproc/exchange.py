@@ -4,7 +4,7 @@ Plain frozen values. Nothing here knows protobuf or gRPC: `wire.py` translates, 
 Envoy did not say, or said something that makes no sense; it never stands for zero, false or empty.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from enum import Enum
 from types import MappingProxyType
 from typing import Final
@@ -43,6 +43,14 @@ class Headers:
         """Every value of `name`, in order."""
         wanted = name.lower()
         return [_text(value) for key, value in self._read() if key == wanted]
+
+    def first_of(self, names: Container[str]) -> dict[str, str]:
+        """The first value of each of these `names`, written in lower case, that is there."""
+        found: dict[str, str] = {}
+        for key, value in self._read():
+            if key in names and key not in found:
+                found[key] = _text(value)
+        return found
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """(name, value) pairs in order, names in lower case."""
@@ -225,10 +233,7 @@ Reply = Continue | Echo | Refuse | MoreTime
 
 
 class RequestEnd(msgspec.Struct, frozen=True, gc=False):
-    """One access log entry. It reports the end of a request when `final`, else how it stands.
-
-    Times are seconds since `start_time_s`, the first byte that Envoy received. None: that moment never came.
-    """
+    """One access log entry. It reports the end of a request when `final`, else how it stands."""
 
     metadata: Metadata
     """Dynamic metadata at that moment, of the namespaces asked for and present."""
@@ -240,28 +245,7 @@ class RequestEnd(msgspec.Struct, frozen=True, gc=False):
     """Of the answer, as it was sent to the client."""
     flags: frozenset[str]
     """Names of the response flags that are set, such as `downstream_connection_termination`."""
-    upstream: str | None
-    """The "ip:port" of the last endpoint tried. None: none was, or its address is not an IPv4 one."""
-    cluster: str | None
-    """The Envoy cluster of that endpoint."""
-    start_time_s: float | None
-    """Unix time."""
-    duration_s: float | None
-    """To the end of everything."""
-    time_to_request_end_s: float | None
-    """To the last byte of the request from the client."""
-    time_to_upstream_request_s: float | None
-    """To the first byte of the request to the upstream."""
-    time_to_first_upstream_byte_s: float | None
-    """To the first byte of the answer from the upstream: its *headers*, not the first token."""
-    time_to_last_upstream_byte_s: float | None
-    time_to_first_byte_s: float | None
-    """To the first byte of the answer to the client: its headers."""
-    time_to_last_byte_s: float | None
     attempts: int
     """Upstream attempts: 0 for a refusal, more than 1 after a retry."""
     final: bool
     """False for entries at the start, while the request runs, and of single upstream attempts."""
-    request_id: str | None
-    """The header `x-request-id`. A client may have chosen it: never trust it alone."""
-    path: str | None

@@ -5,9 +5,8 @@ trusted: once its bytes have parsed, reading it never raises; what makes no sens
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Final, Literal
+from typing import Final
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct, Value
 
 from extproc.exchange import (
@@ -39,7 +38,7 @@ from extproc.pb.access_log_pb2 import (
     StreamAccessLogsMessage,
     StreamAccessLogsResponse,
 )
-from extproc.pb.base_pb2 import Address, HeaderMap, HeaderValueOption, StatusCode
+from extproc.pb.base_pb2 import HeaderMap, HeaderValueOption, StatusCode
 from extproc.pb.ext_proc_pb2 import (
     BodyResponse,
     HeaderMutation,
@@ -95,16 +94,15 @@ def read(message: ProcessingRequest) -> Event:
             return RequestBody(message.request_body.body, message.request_body.end_of_stream)
         case "response_body":
             body = message.response_body
-            return ResponseBody(
-                body.body, body.end_of_stream, _status(message), _served_endpoint(message), _details(message)
-            )
+            status, details = _told_of_answer(message)
+            return ResponseBody(body.body, body.end_of_stream, status, _served_endpoint(message), details)
         case "response_headers":
             part = message.response_headers
             headers = _headers(part.headers)
+            told, details = _told_of_answer(message)
             status = _status_of_text(headers.get(":status"))
-            if status is None:
-                status = _status(message)
-            served, details = _served_endpoint(message), _details(message)
+            status = told if status is None else status
+            served = _served_endpoint(message)
             return ResponseHeaders(headers, part.end_of_stream, status, served, details, _protocol(message))
         case "request_trailers":
             return RequestTrailers()
@@ -152,20 +150,19 @@ def _attributes(message: ProcessingRequest) -> Mapping[str, object]:
     return _Fields(message.attributes.values()) if message.attributes else NOTHING
 
 
-def _status(message: ProcessingRequest) -> int | None:
+def _told_of_answer(message: ProcessingRequest) -> tuple[int | None, str | None]:
+    """The attributes that tell of an answer: its status, and where it comes from."""
+    status = details = None
+    # Envoy keys them by filter name. The names within are unambiguous without it.
     for struct in message.attributes.values():
-        value = struct.fields.get(RESPONSE_CODE)
-        if value is not None and value.WhichOneof("kind") == "number_value":
-            return _http_status(value.number_value)
-    return None
-
-
-def _details(message: ProcessingRequest) -> str | None:
-    for struct in message.attributes.values():
-        value = struct.fields.get(RESPONSE_DETAILS)
-        if value is not None:
-            return value.string_value or None
-    return None
+        fields = struct.fields
+        code = fields.get(RESPONSE_CODE)
+        if status is None and code is not None and code.WhichOneof("kind") == "number_value":
+            status = _http_status(code.number_value)
+        told = fields.get(RESPONSE_DETAILS)
+        if details is None and told is not None:
+            details = told.string_value or None
+    return status, details
 
 
 def _status_of_text(text: str | None) -> int | None:
@@ -398,56 +395,25 @@ def read_access_log(message: StreamAccessLogsMessage, namespaces: Collection[str
 
 
 def _request_end(entry: HTTPAccessLogEntry, namespaces: Collection[str]) -> RequestEnd:
-    common, request, response = entry.common_properties, entry.request, entry.response
-    start = common.start_time
+    common, response = entry.common_properties, entry.response
     return RequestEnd(
         metadata=_chosen(common, namespaces),
         status=_http_status(response.response_code.value),
         details=_text(response.response_code_details),
         body_bytes=response.response_body_bytes,
         flags=_flags(common),
-        upstream=_ip_port(common.upstream_remote_address),
-        cluster=_text(common.upstream_cluster) or None,
-        start_time_s=start.seconds + start.nanos / 1e9 if start.seconds > 0 else None,
-        duration_s=_seconds(common, "duration"),
-        time_to_request_end_s=_seconds(common, "time_to_last_rx_byte"),
-        time_to_upstream_request_s=_seconds(common, "time_to_first_upstream_tx_byte"),
-        time_to_first_upstream_byte_s=_seconds(common, "time_to_first_upstream_rx_byte"),
-        time_to_last_upstream_byte_s=_seconds(common, "time_to_last_upstream_rx_byte"),
-        time_to_first_byte_s=_seconds(common, "time_to_first_downstream_tx_byte"),
-        time_to_last_byte_s=_seconds(common, "time_to_last_downstream_tx_byte"),
         attempts=common.upstream_request_attempt_count,
         final=common.access_log_type in _FINAL_TYPES and not common.intermediate_log_entry,
-        request_id=_text(request.request_id) or None,
-        path=_text(request.path) or None,
     )
 
 
 # NotSet: an entry that does not say. UpstreamEnd is the end of an attempt, not of the request.
 _FINAL_TYPES: Final = (AccessLogType.NotSet, AccessLogType.DownstreamEnd)
 
-_Time = Literal[
-    "duration",
-    "time_to_last_rx_byte",
-    "time_to_first_upstream_tx_byte",
-    "time_to_first_upstream_rx_byte",
-    "time_to_last_upstream_rx_byte",
-    "time_to_first_downstream_tx_byte",
-    "time_to_last_downstream_tx_byte",
-]
-
 
 def _text(value: str | bytes) -> str:
     # Strings that are not UTF-8 come as bytes, whatever the stubs say: see access_log.proto.
     return value if isinstance(value, str) else value.decode("utf-8", "surrogateescape")
-
-
-def _seconds(common: AccessLogCommon, field: _Time) -> float | None:
-    if not common.HasField(field):
-        return None
-    duration: Duration = getattr(common, field)
-    seconds = duration.seconds + duration.nanos / 1e9
-    return seconds if seconds >= 0 else None
 
 
 def _chosen(common: AccessLogCommon, namespaces: Collection[str]) -> Metadata:
@@ -464,9 +430,3 @@ def _flags(common: AccessLogCommon) -> frozenset[str]:
     if not common.HasField("response_flags"):
         return frozenset()
     return frozenset(field.name for field, _ in common.response_flags.ListFields())
-
-
-def _ip_port(address: Address) -> str | None:
-    ip, port = _text(address.socket_address.address), address.socket_address.port_value
-    # The colon tells IPv6, for which the endpoints of a fleet have no spelling yet.
-    return f"{ip}:{port}" if ip and ":" not in ip and 0 < port < 65536 else None

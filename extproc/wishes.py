@@ -78,6 +78,9 @@ class Wishes:
     waited_before_s: float = 0.0  # by the word of the gateway before us
 
 
+_NOTHING_SAID = Wishes()
+
+
 def read_wishes(
     headers: Headers, bound_field: object, *, by_tenant: bool = False, unix_s: float | None = None
 ) -> Wishes:
@@ -86,10 +89,9 @@ def read_wishes(
     `by_tenant`: the pool tells tenants apart, by their header or else by a hash of their key. `unix_s` is the time now
     where `x-request-start` is to be believed.
     """
-    said: dict[str, str] = {}
-    for name, value in headers:
-        if name in _STEERING:
-            said.setdefault(name, value)
+    said = headers.first_of(_STEERING)
+    if not said and bound_field is None:
+        return _NOTHING_SAID
     ttft_header = next((name for name in TTFT_HEADERS if name in said), None)
     session = next((said[name] for name in SESSION_HEADERS if said.get(name)), None)
     return Wishes(

@@ -54,6 +54,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         try:
             self._template = environment.from_string(source)
+            # Jinja chains them to the environment's, and would walk that chain twice for each text.
+            self._template.globals = dict(self._template.globals)
             self._wants_parts = _loops_over_content(environment.parse(source))
             self._knows_developer = '"developer"' in source or "'developer'" in source
         except jinja2.TemplateSyntaxError as error:

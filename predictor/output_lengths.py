@@ -74,7 +74,7 @@ class LengthCurve:
 def draws(rng: np.random.Generator, samples: int) -> tuple[float, ...]:
     """Numbers from [0, 1) for `LengthCurve.length`, one for each imagined future, evenly spread over them."""
     spread = (rng.permutation(samples) + rng.random(samples)) / samples
-    return tuple(float(value) for value in spread)
+    return tuple(spread.tolist())
 
 
 class OutputLengths:

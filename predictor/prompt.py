@@ -130,7 +130,7 @@ class BlockHasher:
         if count < 2:
             return contents + np.uint64(parent * self._factor & _MASK)
         powers, inverse_powers = self._powers_up_to(count + 1)
-        chained: BlockHashes = np.cumsum(contents * inverse_powers[:count], dtype=np.uint64)
+        chained: BlockHashes = np.add.accumulate(contents * inverse_powers[:count])
         chained *= powers[:count]
         chained += powers[1 : count + 1] * np.uint64(parent)
         return chained
@@ -172,7 +172,8 @@ class BlockHasher:
 
         `extras` has one digest a block (see `extra_digest`), `ahead` one row of look-ahead tokens a block.
         """
-        total: BlockHashes = tokens.reshape(-1, block_size) @ self._factors[:block_size]
+        # Two types at once would be converted piece by piece.
+        total: BlockHashes = tokens.astype(np.uint64).reshape(-1, block_size) @ self._factors[:block_size]
         if ahead is not None:
             total += ahead @ self._ahead_factors[: ahead.shape[1]]
             total ^= np.uint64(ahead.shape[1] << 32)

@@ -282,7 +282,7 @@ def test_odd_usage_is_unknown_usage(key: str) -> None:
         desk.ledger.request_ended(
             RequestEnd(
                 {"headway": {"ticket": "t-1"}, USAGE_NAMESPACE: {**USAGE, key: value}},
-                200, "", 0, frozenset(), *(None,) * 10, 1, True, None, None,
+                200, "", 0, frozenset(), 1, True,
             )
         )  # fmt: skip
         desk.assert_empty()
