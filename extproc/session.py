@@ -143,6 +143,9 @@ _PHASES: dict[type[Event], Phase] = {
 }
 
 
+_GO_ON = {kind: Send(Continue(phase)) for kind, phase in _PHASES.items()}
+
+
 class Patience(msgspec.Struct, frozen=True):
     """For bodies of `body_bytes` or more, Envoy is asked to wait `timeout_s` for the decision."""
 
@@ -176,31 +179,33 @@ class Session:
         self._details: str | None = None
 
     def on_event(self, event: Event) -> list[Action]:
-        if self.state is State.CLOSED:
+        state = self.state
+        if state is State.CLOSED:
             return []
         self._note_upload(event)
-        match self.state, event:
-            case _, Unknown():
-                return []
-            case State.IDLE, RequestHeaders():
-                return self._headers_came(event)
-            case State.IDLE, ResponseHeaders():
-                return self._answered_before_us(event)
-            case State.AWAIT_BODY, RequestBody():
+        # By the event first: of many cases, few are looked at.
+        match event:
+            case ResponseBody() if state is State.AWAIT_ANSWER:
+                return self._answer_came(event)
+            case RequestBody() if state is State.AWAIT_BODY:
                 return self._body_came(event)
-            case State.AWAIT_BODY, RequestTrailers() if self._duplex_request:
+            case RequestHeaders() if state is State.IDLE:
+                return self._headers_came(event)
+            case ResponseHeaders() if state is State.IDLE:
+                return self._answered_before_us(event)
+            case ResponseHeaders() if state is State.AWAIT_ANSWER:
+                return self._answer_began(event)
+            case ResponseTrailers() if state is State.AWAIT_ANSWER:
+                return self._answer_known_as(self._answer.feed(b"", self._status, end_of_stream=True), event)
+            case RequestTrailers() if state is State.AWAIT_BODY and self._duplex_request:
                 self._trailers = True
                 return self._decide(b"".join(self._pieces))
-            case State.AWAIT_BODY, ResponseHeaders() | ResponseBody() if not self._duplex_request:
+            case ResponseHeaders() | ResponseBody() if state is State.AWAIT_BODY and not self._duplex_request:
                 return self._answered_without_body(event)
-            case State.RELAY, ResponseHeaders() | ResponseBody() | ResponseTrailers() if self._may_close:
+            case ResponseHeaders() | ResponseBody() | ResponseTrailers() if state is State.RELAY and self._may_close:
                 return [*self._go_on(event), *self._close()]
-            case State.AWAIT_ANSWER, ResponseHeaders():
-                return self._answer_began(event)
-            case State.AWAIT_ANSWER, ResponseBody():
-                return self._answer_came(event)
-            case State.AWAIT_ANSWER, ResponseTrailers():
-                return self._answer_known_as(self._answer.feed(b"", self._status, end_of_stream=True), event)
+            case Unknown():
+                return []
         return self._go_on(event)
 
     def decided(self, verdict: Verdict) -> list[Action]:
@@ -384,11 +389,11 @@ class Session:
     def _go_on(self, event: Event) -> list[Action]:
         """The plain answer to an event: pieces of a full-duplex body are sent back."""
         match event:
-            case RequestBody(piece, end) if self._duplex_request:
-                return _echo(Phase.REQUEST_BODY, piece, end)
-            case ResponseBody(piece, end, _, _) if self._duplex_response:
-                return _echo(Phase.RESPONSE_BODY, piece, end)
-        return [Send(Continue(_PHASES[type(event)]))]
+            case RequestBody() if self._duplex_request:
+                return _echo(Phase.REQUEST_BODY, event.body, event.end_of_stream)
+            case ResponseBody() if self._duplex_response:
+                return _echo(Phase.RESPONSE_BODY, event.chunk, event.end_of_stream)
+        return [_GO_ON[type(event)]]
 
 
 def _talks(headers: Headers) -> bool:
