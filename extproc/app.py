@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine
@@ -20,6 +21,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from extproc.admin import Admin
 from extproc.config import Config, PoolConfig, Recording, WorkerConfig, port_of_rank
 from extproc.engine_pages import About, Events
+from extproc.holding import Holding
 from extproc.judge import Judge, Pool
 from extproc.kv_feed import REPLAYS_AT_ONCE, KvFeed
 from extproc.learned_store import LearnedStore
@@ -44,6 +46,7 @@ from predictor.hindsight import GuardPolicy
 from predictor.prefill_cost import LearningPolicy
 from predictor.prompt import BlockHasher
 from predictor.routing import Prefer, RoutingPolicy
+from predictor.waiting_room import HoldPolicy
 
 _HOUSEKEEPING_S = 1.0
 # A replay of 10,000 batches takes about as long; on a busy machine one that is under way may take longer.
@@ -116,6 +119,12 @@ class App:
             pools.update(dict.fromkeys((*pool.model_names, *pool.adapter_names), judged))
         requests = RequestReader(tokenization.threads, tokenization.deadline_s, config.large_deadline_s)
         gateway = config.gateway
+        holds = {
+            pool.name: HoldPolicy(pool.admission.hold_s, pool.admission.hold_requests, pool.admission.hold_mb << 20)
+            for pool in config.pools
+            if pool.admission.hold_s > 0
+        }
+        holding = Holding(fleet, holds, metrics, clock) if holds else None
         judge = Judge(
             fleet,
             pools,
@@ -128,11 +137,13 @@ class App:
             secrets.token_hex(4),
             recorder,
             time.time if gateway.trust_request_start else None,
+            holding,
         )
-        patience = (
-            Patience(tokenization.large_bytes, gateway.max_message_timeout_s) if config.large_deadline_s else None
-        )
-        processor = Processor(judge, ledger, metrics, log, clock, gateway.ask_for_body, patience)
+        patience = None
+        if gateway.max_message_timeout_s and (config.large_deadline_s or holds):
+            large_bytes = tokenization.large_bytes if config.large_deadline_s else sys.maxsize
+            patience = Patience(large_bytes, gateway.max_message_timeout_s, always=bool(holds))
+        processor = Processor(judge, ledger, metrics, log, clock, gateway.ask_for_body, patience, bool(holds))
         registry.register(FleetCollector(fleet, clock, lambda: processor.open_streams))
 
         self._config = config
@@ -146,6 +157,7 @@ class App:
         if config.learned.folder is not None:
             folder = Path(config.learned.folder)
             self._store = LearnedStore(folder, fleet, lambda result: metrics.learned_files.labels(result).inc())
+        self._holding = holding
         self._requests = requests
         self._reader = reader
         self._server = Server(processor, AccessLog(ledger, metrics, log))
@@ -178,6 +190,8 @@ class App:
     async def stop(self) -> None:
         """Drains: no new requests, then the open ones see their first token, then everything else ends."""
         self._log("draining", in_flight=self._fleet.in_flight)
+        if self._holding is not None:
+            self._holding.release()
         shutdown = self._config.shutdown
         await self._server.stop(shutdown.notice_s, shutdown.grace_s)
         for task in self._tasks:

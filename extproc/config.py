@@ -136,6 +136,9 @@ class Admission(_Section, frozen=True):
     risk: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.3
     on_reject: Literal["retry", "fail"] = "retry"
     remove_bound_field: bool = False
+    hold_s: _SecondsOrZero = 0.0
+    hold_requests: _Positive = 256
+    hold_mb: _Positive = 64
     guard: GuardConfig = GuardConfig()
 
 
@@ -326,7 +329,11 @@ def parse_config(text: str, name: str) -> Config:
     faults += [placed(path, problem) for path, problem in (*_faults(raw, Config, ""), *_doubles(raw))]
     if faults:
         raise BadConfig(faults)
-    return msgspec.convert(raw, Config)
+    config = msgspec.convert(raw, Config)
+    faults = [placed(path, problem) for path, problem in _holds(config)]
+    if faults:
+        raise BadConfig(faults)
+    return config
 
 
 def _read_off_as_a_mode(raw: object) -> None:
@@ -455,6 +462,19 @@ def _doubles(raw: object) -> Iterator[tuple[str, str]]:
             seen.setdefault((kind, value), where)
 
 
+def _holds(config: Config) -> Iterator[tuple[str, str]]:
+    """Requests that are held for longer than Envoy waits would go on without a decision."""
+    granted_s = config.gateway.max_message_timeout_s
+    longest_s = max(_LONGEST_HOLD_S, granted_s / 2)
+    for number, pool in enumerate(config.pools):
+        if pool.admission.hold_s > longest_s:
+            yield (
+                f"pools[{number}].admission.hold_s",
+                f"at most {longest_s:g}: it must stay below Envoy's message_timeout. Where Envoy's filter has a "
+                "max_message_timeout, say so in gateway.max_message_timeout_s: then up to half of that is allowed",
+            )
+
+
 def _line(tree: yaml.Node | None, path: str) -> int:
     """The line of a key such as `pools[0].workers[1].endpoint`, or of the nearest one that is there."""
     line = 1
@@ -484,8 +504,8 @@ def port_of_rank(endpoint: str, rank: int) -> str:
     return f"{head}:{int(port) + rank}"
 
 
-# Envoy's message_timeout in envoy/envoy.yaml is 1 s.
-_LATEST_DEADLINE_S = 0.6
+# Envoy's message_timeout in envoy/envoy.yaml is 1 s, of which tokenizing may take some.
+_LATEST_DEADLINE_S, _LONGEST_HOLD_S = 0.6, 0.4
 
 
 def notes(config: Config) -> Iterator[str]:

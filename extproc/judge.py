@@ -11,6 +11,7 @@ import msgspec
 from extproc import replies, request_log
 from extproc.apis import LlmRequest, Unreadable
 from extproc.exchange import Metadata
+from extproc.holding import Holding
 from extproc.ledger import Ledger
 from extproc.log import JsonLog
 from extproc.metrics import Metrics
@@ -20,7 +21,7 @@ from extproc.request_reader import RequestReader, UndecodableBody
 from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
 from extproc.wishes import BOUND_FIELD, BadWish, read_wishes
 from predictor.admission import OnReject, Refusal
-from predictor.fleet import Decision, Fleet, Grant, NoWorker, Wish
+from predictor.fleet import Attempt, Decision, Fleet, Grant, NoWorker, Wish
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Exchange:
 
 class Judge:
     """`pools` maps each model name that callers may use to its pool; `boot` makes ticket ids unique across restarts.
-    `wall_clock` gives Unix time, where gateways are believed that say since when a request has been waiting."""
+    `wall_clock` gives Unix time, where gateways are believed that say since when a request has been waiting. `holding`
+    has requests wait where pools want that."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class Judge:
         boot: str,
         recorder: Recorder | None = None,
         wall_clock: Callable[[], float] | None = None,
+        holding: Holding | None = None,
     ) -> None:
         self._fleet = fleet
         self._pools = pools
@@ -75,6 +78,7 @@ class Judge:
         self._clock = clock
         self._recorder = recorder
         self._wall_clock = wall_clock
+        self._holding = holding
         self._ids = (f"{boot}-{number}" for number in itertools.count(1))
 
     async def decide(self, case: Decide, exchange: Exchange) -> Verdict:
@@ -123,15 +127,23 @@ class Judge:
             session=wishes.session,
             adapter=request.adapter,
         )
-        now_s = self._clock()
-        decision = self._fleet.place(pool.name, read.prompt, wish, now_s)
-        if isinstance(decision, Grant):
-            # Before anything that could fail: what is booked must be known to whoever releases it.
-            exchange.ticket_id = decision.ticket.id
-            self._ledger.booked(decision.ticket, pool.text, request.body_bytes)
+        took_s = self._clock() - body_at_s
+
+        def place(attempt: Attempt) -> Decision:
+            decision = self._fleet.place(pool.name, read.prompt, wish, self._clock(), attempt)
+            if isinstance(decision, Grant):
+                # Before anything that could fail: what is booked must be known to whoever releases it.
+                exchange.ticket_id = decision.ticket.id
+                self._ledger.booked(decision.ticket, pool.text, request.body_bytes)
+            return decision
+
+        if self._holding is None:
+            decision = place(Attempt.FINAL)
+        else:
+            decision = await self._holding.decide(pool.name, wish, len(case.body or b""), place)
         if self._recorder is not None:
             self._recorder.decided(pool.name, read.prompt, wish, request.cache_salt, decision)
-        self._report(pool, request, read, wish, decision, now_s - body_at_s)
+        self._report(pool, request, read, wish, decision, took_s)
         match decision:
             case Grant():
                 return Route(replies.route(decision, pool.scores, pool.name_one), body)

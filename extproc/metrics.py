@@ -80,6 +80,9 @@ class Metrics:
             "engine_refusals", "Answers by which an engine said that it is full", "pool", "worker", "status"
         )
         self.undecodable = plain("bodies_undecodable", "Compressed bodies that were not read")
+        self.held = counter(
+            "held", "Requests held instead of refused at once, by what became of them", "pool", "outcome"
+        )
         self.bound_fields = counter(
             "bound_fields",
             "Bodies with max_queue_wait_s for engines that refuse it, by what became of it",

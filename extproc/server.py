@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -25,6 +26,8 @@ from extproc.pb.ext_proc_pb2 import ProcessingResponse
 from extproc.replies import NAMESPACE
 from extproc.session import Answered, Close, Decide, Note, Passed, Patience, Send, Session
 
+_Result = TypeVar("_Result")
+
 HEALTH_NAMES = ("", "liveness", "readiness", wire.PROCESSOR_SERVICE)
 # Ready means that requests should come; a draining server is still alive.
 _READINESS_NAMES = ("", "readiness", wire.PROCESSOR_SERVICE)
@@ -36,6 +39,39 @@ MAX_MESSAGE_BYTES = (64 << 20) + (1 << 20)
 
 # Messages arrive as bytes and are parsed behind the border: one that cannot be parsed must not break its stream.
 _Context = grpc.aio.ServicerContext[bytes, ProcessingResponse]
+
+
+class _Inbox:
+    """What Envoy sends on one stream, with a look ahead for its end: when its client has gone, Envoy 1.40 ends its side
+    of the stream, and waits for ours; nothing is cancelled before 5 s have passed."""
+
+    def __init__(self, messages: AsyncIterator[bytes]) -> None:
+        self._messages = messages
+        self._ahead: asyncio.Future[bytes | None] | None = None
+
+    async def next(self) -> bytes | None:
+        """None at the end."""
+        ahead, self._ahead = self._ahead, None
+        return await (anext(self._messages, None) if ahead is None else ahead)
+
+    async def unless_ended(self, work: Coroutine[None, None, _Result]) -> _Result | None:
+        """What comes of the work; None if the stream has ended before: then the work is cancelled."""
+        if self._ahead is None:
+            self._ahead = asyncio.ensure_future(anext(self._messages, None))
+        ahead, doing = self._ahead, asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((doing, ahead), return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done() and (ahead.exception() is not None or ahead.result() is None):
+                return None
+            return await doing
+        finally:
+            # Where it is done, this does nothing. Where it is not, what it holds is given back before we go on.
+            doing.cancel()
+            await asyncio.wait((doing,))
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
 
 
 class Processor:
@@ -50,7 +86,10 @@ class Processor:
         clock: Callable[[], float],
         ask_for_body: bool = False,
         patience: Patience | None = None,
+        holds: bool = False,
     ) -> None:
+        """`holds`: a decision may take long, so that callers may leave meanwhile."""
+        self._holds = holds
         self._ask_for_body = ask_for_body
         self._patience = patience
         self._judge = judge
@@ -66,8 +105,9 @@ class Processor:
         session = Session(self._ask_for_body, self._patience)
         answered = False
         self.open_streams += 1
+        inbox = _Inbox(requests)
         try:
-            async for message in requests:
+            while (message := await inbox.next()) is not None:
                 actions = session.on_event(wire.read(wire.parse_request(message)))
                 done = 0
                 while done < len(actions):
@@ -77,7 +117,11 @@ class Processor:
                         case Send(reply):
                             await context.write(wire.write(reply))
                         case Decide():
-                            actions += session.decided(await self._judge.decide(action, exchange))
+                            deciding = self._judge.decide(action, exchange)
+                            verdict = await (inbox.unless_ended(deciding) if self._holds else deciding)
+                            if verdict is None:
+                                return
+                            actions += session.decided(verdict)
                         case Answered(kind, status, served_endpoint, details):
                             answered = True
                             if exchange.ticket_id is not None:
@@ -91,6 +135,7 @@ class Processor:
             self._metrics.passed.labels(Passed.BUG.value).inc()
             self._bug("stream", exchange)
         finally:
+            inbox.close()
             self.open_streams -= 1
             if not self.open_streams:
                 self._empty.set()

@@ -147,10 +147,12 @@ _GO_ON = {kind: Send(Continue(phase)) for kind, phase in _PHASES.items()}
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """For bodies of `body_bytes` or more, Envoy is asked to wait `timeout_s` for the decision."""
+    """For bodies of `body_bytes` or more, Envoy is asked to wait `timeout_s` for the decision; with `always` for every
+    request, since any may be held."""
 
     body_bytes: int
     timeout_s: float
+    always: bool = False
 
 
 class Session:
@@ -321,7 +323,7 @@ class Session:
         patient = patience is not None and body is not None and len(body) >= patience.body_bytes
         decide = Decide(self._api, self._headers, body, self._metadata, complete, seen, patient)
         # Full duplex has no timeout to be lengthened.
-        if patience is None or not patient or self._duplex_request:
+        if patience is None or not (patient or patience.always) or self._duplex_request:
             return [decide]
         return [Send(MoreTime(patience.timeout_s)), decide]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc.config import Config
+from extproc.config import Admission, Config
 from extproc.server import HEALTH_NAMES, MAX_MESSAGE_BYTES
 from extproc.stack import EngineSpec, Stack, envoy_config_path, find_envoy
 from tests.e2e.harness import chat, quick, running
@@ -122,6 +122,7 @@ def test_the_table_of_limits_says_what_the_files_say(
         "`tokenization.deadline_s`": f"{defaults.tokenization.deadline_s:g} s",
         "`max_message_timeout`": f"{stack_s:g} s",
         "deadline of large bodies": f"{stack_s / 2:g} s",
+        "`admission.hold_s`": f"{Admission().hold_s:g} s",
         "`stream_idle_timeout`": f"{seconds(manager['stream_idle_timeout']):g} s",
         "`request_timeout`": f"{seconds(manager['request_timeout']):g} s",
         "route `timeout`": f"{seconds(route['route']['timeout']):g} s",

@@ -549,3 +549,16 @@ def _told(text: str) -> str:
     except BadConfig as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize(("granted_s", "hold_s", "longest"), [(0, 0.41, "0.4"), (5, 2.6, "2.5"), (0.5, 0.5, "0.4")])
+def test_a_hold_that_envoy_would_not_wait_for_is_a_fault(granted_s: float, hold_s: float, longest: str) -> None:
+    text = "gateway: {max_message_timeout_s: %g}\npools:\n- name: p\n  admission: {hold_s: %g}\n"
+    with pytest.raises(BadConfig) as bad:
+        parse_config(text % (granted_s, hold_s), "f.yaml")
+    (fault,) = bad.value.faults
+    assert fault.startswith(
+        f"f.yaml:4: pools[0].admission.hold_s: at most {longest}: it must stay below Envoy's message_timeout"
+    )
+    assert "gateway.max_message_timeout_s" in fault
+    parse_config(text % (granted_s, float(longest)), "f.yaml")

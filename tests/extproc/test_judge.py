@@ -11,7 +11,7 @@ from extproc.judge import Exchange
 from extproc.prompt_reader import Estimated
 from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
 from predictor.admission import Limits, Reason, Refusal, RetryAfter
-from predictor.fleet import Wish
+from predictor.fleet import Attempt, Wish
 from predictor.forecast import Forecast
 from predictor.prefill_cost import Basis
 from predictor.prompt import Prompt
@@ -38,7 +38,7 @@ class Bench:
     def refuse_everything(self, monkeypatch: pytest.MonkeyPatch) -> None:
         best = Forecast("a", 40, 0, 0.0, 50.0, 1.0, 0.0, 51.0, Basis.CURVE, 9000, exact_tokens=True)
 
-        def place(pool: str, prompt: Prompt, wish: Wish, now_s: float) -> Refusal:
+        def place(pool: str, prompt: Prompt, wish: Wish, now_s: float, attempt: Attempt) -> Refusal:
             assert wish.max_queue_wait_s is not None
             return Refusal(Reason.QUEUE_WAIT, Limits(wish.max_queue_wait_s), RetryAfter(40.0, 40.0), best, (best,))
 

@@ -17,6 +17,9 @@ from extproc import server as server_module
 from extproc.ledger import USAGE_NAMESPACE
 from extproc.pb.ext_proc_pb2 import ProcessingResponse
 from extproc.server import HEALTH_NAMES
+from predictor.admission import Limits, Reason, Refusal, RetryAfter
+from predictor.forecast import Forecast
+from predictor.prefill_cost import Basis
 from tests.fakes.envoy import (
     FIRST_TOKEN,
     Envoy,
@@ -344,3 +347,57 @@ async def test_hundreds_of_streams_at_once_leave_nothing(filter_: Filter, envoy:
     answered = len(filter_.log.of("graded"))
     assert answered == 50
     assert filter_.fleet.in_flight == len(filter_.ledger) == answered  # these wait for the access log
+
+
+# Requests that are held
+
+
+@pytest.fixture
+async def holding(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Filter, Envoy]]:
+    """A filter that holds all requests for a minute."""
+    async with Filter(hold_s=60.0) as filter_, Envoy(filter_.port) as envoy:
+        best = Forecast("a", 3, 0, 0.0, 50.0, 1.0, 0.0, 51.0, Basis.CURVE, 9000, exact_tokens=True)
+        refusal = Refusal(Reason.QUEUE_WAIT, Limits(10.0), RetryAfter(40.0, 40.0), best, (best,))
+        monkeypatch.setattr(filter_.fleet, "place", lambda *_: refusal)
+        yield filter_, envoy
+
+
+@pytest.mark.parametrize("how", ["half-closed", "cancelled"])
+async def test_a_client_that_leaves_while_it_is_held_is_seen_to_have_gone(
+    holding: tuple[Filter, Envoy], how: str
+) -> None:
+    """Envoy only ends its own side of the stream, and waits for ours."""
+    filter_, envoy = holding
+    stream = envoy.open()
+    await stream.write(request_headers())
+    await stream.read()
+    await stream.write(request_body())
+    await until(lambda: len(filter_.holding) == 1)
+    if how == "cancelled":
+        stream.cancel()
+    else:
+        await stream.done_writing()
+        assert await stream.code() is OK
+    await until(lambda: len(filter_.holding) == filter_.processor.open_streams == 0)
+    assert filter_.counted("held", pool="m", outcome="gone") == 1
+    assert filter_.counted("bugs", where="stream") == 0
+
+
+async def test_what_comes_while_a_request_is_held_is_answered_after_it(
+    holding: tuple[Filter, Envoy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filter_, envoy = holding
+    stream = envoy.open()
+    await stream.write(request_headers())
+    await stream.read()
+    await stream.write(request_body())
+    await until(lambda: len(filter_.holding) == 1)
+    await stream.write(response_body())
+    monkeypatch.undo()
+    answer = await stream.read()
+    assert isinstance(answer, ProcessingResponse)
+    assert destination_header(answer) is not None
+    answer = await stream.read()
+    assert isinstance(answer, ProcessingResponse)
+    assert answer.WhichOneof("response") == "response_body"
+    assert await stream.code() is OK

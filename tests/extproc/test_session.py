@@ -484,3 +484,13 @@ def test_in_full_duplex_another_body_is_sent_back_in_pieces() -> None:
         Send(Echo(Phase.REQUEST_BODY, other[:PIECE_BYTES], end_of_stream=False)),
         Send(Echo(Phase.REQUEST_BODY, other[PIECE_BYTES:], end_of_stream=True)),
     ]
+
+
+@pytest.mark.parametrize("content", [b"{}", b"x" * 1000])
+def test_where_any_request_may_be_held_more_time_is_asked_for_each(content: bytes) -> None:
+    session = Session(patience=Patience(500, 5.0, always=True))
+    session.on_event(headers())
+    asked, decide = session.on_event(body(content))
+    assert asked == Send(MoreTime(5.0))
+    assert isinstance(decide, Decide)
+    assert decide.patient is (len(content) > 500), "that one waits for its tokens longer is another matter"

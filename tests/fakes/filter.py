@@ -8,6 +8,7 @@ from typing import Self
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from extproc.holding import Holding
 from extproc.judge import Judge, Pool
 from extproc.ledger import Ledger
 from extproc.metrics import FleetCollector, Metrics
@@ -16,6 +17,7 @@ from extproc.request_reader import RequestReader
 from extproc.server import AccessLog, Processor, Server
 from predictor.fleet import Fleet, PoolPolicy, WorkerSpec
 from predictor.prompt import BlockHasher
+from predictor.waiting_room import HoldPolicy
 from tests.fakes.encoders import OneTokenAByte
 from tests.fakes.notes import Notes, counted
 
@@ -34,6 +36,7 @@ class Filter:
         workers: dict[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         removes_bound: bool = False,
+        hold_s: float = 0.0,
     ) -> None:
         rng = np.random.default_rng(7)
         hasher = BlockHasher(rng)
@@ -46,6 +49,7 @@ class Filter:
         self.text = PoolText(OneTokenAByte(), None)
         self.ledger = Ledger(self.fleet, self.metrics, self.log, clock)
         self.reader = PromptReader(hasher, 1, 8, 5.0, lambda fault: None)
+        self.holding = Holding(self.fleet, {"m": HoldPolicy(hold_s)}, self.metrics, clock)
         pool = Pool("m", self.text, adapters=frozenset({"sql", "poems"}), removes_bound=removes_bound)
         self.judge = Judge(
             self.fleet,
@@ -57,8 +61,9 @@ class Filter:
             self.log,
             clock,
             "boot",
+            holding=self.holding if hold_s else None,
         )
-        self.processor = Processor(self.judge, self.ledger, self.metrics, self.log, clock)
+        self.processor = Processor(self.judge, self.ledger, self.metrics, self.log, clock, holds=hold_s > 0)
         self.registry.register(FleetCollector(self.fleet, clock, lambda: self.processor.open_streams))
         self.port = 0
         self._server: Server | None = None  # it wants an event loop
