@@ -10,6 +10,7 @@ set -eu
 
 TORCH=2.13.0
 VLLM=0.32.0
+LMCACHE=0.5.6
 HOME_DIR=${HEADWAY_ENGINE_HOME:-$HOME/.cache/headway-vllm}
 PYTHON=${HEADWAY_ENGINE_PYTHON:-python3}
 HERE=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -56,6 +57,15 @@ if [ "$(cat "$DONE" 2>/dev/null)" = "$WANTED" ]; then
     say "vLLM $VLLM is there, in $HOME_DIR"
 else
     install_engine
+fi
+# Beside vLLM, which is to run without it: on the path of those tests only that are about it. Its own requirements are for
+# GPUs and clouds; what its cache engine imports is named.
+if [ "$(cat "$HOME_DIR/lmcache/.installed" 2>/dev/null)" != "$LMCACHE" ]; then
+    say "installing LMCache $LMCACHE beside it"
+    rm -rf "$HOME_DIR/lmcache"
+    "$VENV/bin/python" -m pip --disable-pip-version-check --quiet --quiet install --no-deps --target "$HOME_DIR/lmcache" \
+        "lmcache==$LMCACHE" sortedcontainers aiofile caio || fail "pip found no lmcache $LMCACHE for this platform"
+    printf '%s\n' "$LMCACHE" > "$HOME_DIR/lmcache/.installed"
 fi
 "$VENV/bin/python" "$HERE/vllm-side/model.py" "$HERE/../../enginesim/model" "$HOME_DIR/model" ||
     fail "the model folder could not be written"

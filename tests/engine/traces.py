@@ -74,6 +74,26 @@ class VirtualSglang:
         return _records([*command, json.dumps(asdict(self))], environment)
 
 
+@dataclass(frozen=True, slots=True)
+class InProcessLmcache:
+    """LMCache's own cache engine with chunks in host memory, asked and told prompt by prompt."""
+
+    chunk_tokens: int = 256
+    host_gib: float = 0.25
+    conversations: int = 40
+    turns: int = 8
+    seed: int = 20261130
+
+    def records(self) -> Iterator[list[Any]]:
+        home = engine_home()
+        command = [str(home / "venv" / "bin" / "python"), "-W", "ignore", str(HERE / "vllm-side" / "lmcache_trace.py")]
+        environment = {
+            "PYTHONPATH": str(home / "lmcache"), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
+            "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR",
+        }  # fmt: skip
+        return _records([*command, json.dumps(asdict(self))], environment)
+
+
 def _records(command: list[str], environment: dict[str, str]) -> Iterator[list[Any]]:
     """What a process tells. EngineFault with the end of its standard error if it ends otherwise than by saying so."""
     decoder = msgspec.msgpack.Decoder(list[Any])
