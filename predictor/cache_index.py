@@ -222,13 +222,16 @@ class CacheIndex:
 
     # Events
 
-    def apply(self, worker: str, event: KvEvent) -> int | None:
-        """Takes in one event; of blocks that were stored on a device and have their place, our hash of the first."""
+    def apply(self, worker: str, event: KvEvent, before: int | None = None) -> int | None:
+        """Takes in one event; of blocks that were stored on a device and have their place, our hash of the first.
+
+        `before` is our hash of what stands before blocks that are adrift, where somebody knows.
+        """
         first: int | None = None
         view = self._views[worker]
         match event:
             case Stored():
-                first = self._store(view, event)
+                first = self._store(view, event, before)
             case Removed():
                 self._remove(view, event)
             case Named():
@@ -327,7 +330,7 @@ class CacheIndex:
         slots = holder.names.find_few([event.parent or 0 for event in stores])
         return [ours[at] if at >= 0 else None for at in slots]
 
-    def _store(self, view: _View, event: Stored) -> int | None:
+    def _store(self, view: _View, event: Stored, before: int | None = None) -> int | None:
         size = self.family.block_size
         ratio = event.block_size // size
         if event.block_size % size or (ratio != 1 and event.tier is Tier.DEVICE):
@@ -338,8 +341,14 @@ class CacheIndex:
             return None
         if not self._is_followed(view, event.tier, event.group, new=True):
             return None
+        if event.adrift and before is None:
+            self.skipped["broken_chain"] += 1
+            return None
         holder = self._holder_for(view, event.tier)
-        parent = self._hasher.root if event.parent is None else self._resolve(view, event.parent, holder)
+        if event.adrift:
+            parent = before
+        else:
+            parent = self._hasher.root if event.parent is None else self._resolve(view, event.parent, holder)
         digests = self._digests(event, ratio)
         if parent is not None and len(event.hashes) < _MANY and ratio == 1:
             chained = self._hasher.chain_few(parent, event.tokens, size, digests, event.ahead)

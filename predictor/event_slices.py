@@ -46,4 +46,5 @@ def _stored(event: Stored, most_blocks: int) -> Iterator[Stored]:
             tokens=event.tokens[start * event.block_size : end * event.block_size],
             extra_keys=None if event.extra_keys is None else event.extra_keys[start:end],
             ahead=None if event.ahead is None else event.ahead[start:end],
+            adrift=event.adrift and not start,
         )

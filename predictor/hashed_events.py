@@ -37,7 +37,7 @@ class HashedEvents:
             match event:
                 case Stored():
                     parent = self._hasher.root if event.parent is None else _name(view, event.parent)
-                    if parent is None or event.block_size != block_size:
+                    if parent is None or event.adrift or event.block_size != block_size:
                         continue
                     ours = self._chained(event, parent)
                     for theirs, name in zip(event.hashes, ours, strict=True):

@@ -71,6 +71,7 @@ class Stored(msgspec.Struct, frozen=True, eq=False):
     group: int | None = None  # hybrid models cache each group of layers apart, under the same hashes
     ahead: Tokens | None = None  # one row of look-ahead tokens a block, where they are part of its identity
     pairs: bool = False  # told as pairs of neighbouring tokens
+    adrift: bool = False  # what stands before it is not told: no parent, and not a prompt's beginning either
 
     @property
     def lookahead(self) -> int:
@@ -377,9 +378,10 @@ def _stored(fields: Mapping[str, object]) -> Stored | Named:
     if ahead is None:
         ahead = _lookahead(fields.get("lookahead_token_ids"), len(hashes))
     parent = fields.get("parent_block_hash")
-    if parent == 0 and tier is not Tier.DEVICE:
-        # What LMCache's in-process engine says of a chunk whose predecessor was not stored in the same call.
-        raise _Skip("broken_chain")
+    # What LMCache's in-process engine says of a chunk whose predecessor was not stored in the same call.
+    adrift = parent == 0 and tier is not Tier.DEVICE
+    if adrift:
+        parent = None
     lora_name = fields.get("lora_name")
     lora_name = lora_name if isinstance(lora_name, str) else None
     if lora_name is None and fields.get("lora_id") is not None:
@@ -391,7 +393,7 @@ def _stored(fields: Mapping[str, object]) -> Stored | Named:
         # SGLang repeats it with every event, where vLLM has it in a prompt's first block only.
         if not isinstance(salt, str) or extra_keys is not None:
             raise _Skip("malformed")
-        if parent is None and salt:
+        if parent is None and salt and not adrift:
             extra_keys = ((salt,), *[()] * (len(hashes) - 1))
     return Stored(
         hashes=hashes,
@@ -404,6 +406,7 @@ def _stored(fields: Mapping[str, object]) -> Stored | Named:
         group=group,
         ahead=ahead,
         pairs=pairs,
+        adrift=adrift,
     )
 
 

@@ -125,7 +125,11 @@ class PoolCache:
             cache.view.announced()
         firsts: list[int | None] = []
         for together in self._by_family(worker, cache, batch.events):
-            firsts += self._indexes[cache.family].apply_all(worker, together)
+            index = self._indexes[cache.family]
+            if any(isinstance(event, Stored) and event.adrift for event in together):
+                firsts += [index.apply(worker, event, self._before(cache, event)) for event in together]
+            else:
+                firsts += index.apply_all(worker, together)
         runs = []
         for event, first in zip(batch.events, firsts, strict=True):
             if isinstance(event, Stored) and event.tier is Tier.DEVICE and event.hashes:
@@ -133,6 +137,17 @@ class PoolCache:
                 if first is not None and cache.first_stored.waiting:
                     cache.first_stored.stored(first, len(event.hashes))
         return runs
+
+    def _before(self, cache: _Cache, event: KvEvent) -> int | None:
+        """What stands before blocks that are adrift: they were stored for a request that is in flight."""
+        if not isinstance(event, Stored) or not event.adrift or event.block_size % cache.family.block_size:
+            return None
+        contents = self._hasher.contents(event.tokens, cache.family.block_size)
+        for hashes in cache.ahead.newest():
+            before = self._hasher.before(contents, hashes)
+            if before is not None:
+                return before
+        return None
 
     def _by_family(self, worker: str, cache: _Cache, events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
         """Events for which the worker's family is the same, each after what they show of it was looked at."""

@@ -8,12 +8,15 @@ copies of one prompt sent at once, an engine computes one. Blocks of requests in
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from collections.abc import Sequence as ReadOnly
 
 from predictor.prompt import BlockHashes
 
 # Of many that begin alike, the newest are looked at: what they do not share with a newcomer, older ones hardly do.
 _LOOKED_AT = 8
+# Requests that are searched for blocks of which only the contents are known.
+_SEARCHED = 64
 
 
 class PrefixesAhead:
@@ -39,6 +42,11 @@ class PrefixesAhead:
             del alike[request_id]
             if not alike:
                 del self._alike[first]
+
+    def newest(self) -> Iterator[BlockHashes]:
+        """The hashes of the requests that came last, the last first."""
+        for request_id, first in itertools.islice(reversed(self._first.items()), _SEARCHED):
+            yield self._alike[first][request_id]
 
     def run(self, hashes: BlockHashes, known: int) -> int:
         """The number of leading blocks that are known to be cached (`known`) or on their way."""

@@ -165,6 +165,20 @@ class BlockHasher:
             chained.append(parent)
         return chained
 
+    def before(self, contents: BlockHashes, hashes: BlockHashes) -> int | None:
+        """What stands before blocks of such contents in a prompt with such chained hashes; None if they are not in it.
+
+        They are looked for where chunks of so many blocks begin, but for the first.
+        """
+        step = len(contents)
+        starts = np.arange(step, len(hashes) - step + 1, step)
+        firsts = hashes[starts] - hashes[starts - 1] * np.uint64(self._factor)
+        for start in starts[firsts == contents[0]].tolist():
+            parent = int(hashes[start - 1])
+            if (self.link(parent, contents) == hashes[start : start + step]).all():
+                return parent
+        return None
+
     def contents(
         self, tokens: Tokens, block_size: int, extras: BlockHashes | None = None, ahead: Tokens | None = None
     ) -> BlockHashes:

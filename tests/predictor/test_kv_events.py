@@ -209,8 +209,6 @@ SKIPPED: list[tuple[Any, str]] = [
     (as_map(token_ids=[], block_size=0, block_hashes=[], medium="CPU"), "without_tokens"),
     (as_map(token_ids=None), "without_tokens"),
     (as_map(token_ids=[1] * 2 * 8192, block_size=8192), "block_size"),
-    # LMCache's in-process engine: the chunk before it was not stored in the same call.
-    (as_map(parent_block_hash=0, medium="cpu"), "broken_chain"),
     (as_map(token_ids=[]), "without_tokens"),
     (as_map(block_size=-2), "without_tokens"),
     # Masked groups: the tokens span the run, the hashes have holes.
@@ -539,6 +537,15 @@ def test_a_chunk_of_lmcache_is_a_block_of_its_own_size() -> None:
     # The first chunk of a prompt has no parent; a hash that only ends in zeros is one.
     assert stored(decode(chunk | {"parent_block_hash": 1 << 32})).parent == 1 << 32
     assert stored(decode(as_map(parent_block_hash=0))).parent == 0
+
+
+def test_a_chunk_whose_predecessor_was_stored_by_another_call_is_adrift() -> None:
+    # LMCache's in-process engine.
+    event = stored(decode(as_map(parent_block_hash=0, medium="cpu", extra_keys=None)))
+    assert (event.parent, event.adrift) == (None, True)
+    assert not stored(decode(as_map(parent_block_hash=None, medium="cpu", extra_keys=None))).adrift
+    on_device = stored(decode(as_map(parent_block_hash=0)))
+    assert (on_device.parent, on_device.adrift) == (0, False)
 
 
 def test_a_chunk_of_lmcache_is_told_with_the_next_chunks_first_token() -> None:

@@ -180,3 +180,30 @@ def test_removals_are_counted_where_nothing_is_known_of_them() -> None:
     pool = Pool(a=CacheSpec())
     pool.tell("a", Removed((5,), Tier.DEVICE))
     assert pool.cache.skipped == {"unknown_removal": 1}
+
+
+def test_a_chunk_that_is_adrift_has_its_place_in_the_prompt_that_it_was_stored_for() -> None:
+    pool = Pool(a=CacheSpec(), b=CacheSpec())
+
+    def on_host(ids: list[int], salt: str | None, worker: str = "a") -> int:
+        return pool.cache.reuse(pool.prompt(ids, salt))[worker].host_tokens
+
+    pool.cache.book("a", "other", pool.prompt(list(range(900, 964))), 0)
+    pool.cache.book("a", "asked", pool.prompt(IDS, salt="s"), 0)
+    # Chunks of two blocks: the second and third of the prompt, and one that is nobody's.
+    second = stored(IDS[8:16], 2, None, 8, tier=Tier.HOST, adrift=True)
+    third = stored(IDS[16:24], 3, 2, 8, tier=Tier.HOST)
+    pool.tell("a", second, third, stored(list(range(8)), 4, None, 8, tier=Tier.HOST, adrift=True))
+    assert pool.cache.skipped == {"broken_chain": 1}
+    pool.cache.release("a", "asked")
+    assert on_host(IDS, "s") == 0, "what is before them is not there"
+    first = Stored((1,), None, as_tokens(IDS[:8]), 8, Tier.HOST, None, (("s",),))
+    pool.tell("a", first)
+    assert on_host(IDS, "s") == 24
+    # Without the salt it is another prompt, and nobody else has it.
+    assert on_host(IDS, None) == 0
+    assert on_host(IDS, "s", "b") == 0
+    # Its request is gone: what is stored now has no place any more.
+    pool.tell("a", stored(IDS[24:32], 5, None, 8, tier=Tier.HOST, adrift=True))
+    assert pool.cache.skipped == {"broken_chain": 2}
+    assert on_host(IDS, "s") == 24
