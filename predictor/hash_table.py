@@ -27,7 +27,8 @@ _FULL = int(_SEGMENT * 0.7)
 # A full segment with fewer live entries than this is cleaned of dead ones instead of split.
 _SPARSE = int(_SEGMENT * 0.5)
 _FEW = 12  # keys that are dealt with one by one, when the others of a call are done
-_GROWTH = 8  # the columns grow by an eighth: a large block of memory is remapped, not copied
+# The columns grow by so small a part: a large block of memory is remapped, not copied, but what is new is zeroed.
+_GROWTH = 32
 
 _MASK = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15

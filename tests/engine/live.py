@@ -67,7 +67,7 @@ class Account:
 
     @property
     def most_over(self) -> int:
-        return max(one.over for one in self.served)
+        return max((one.over for one in self.served), default=0)
 
     @property
     def wrong(self) -> list[Served]:
