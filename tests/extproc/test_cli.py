@@ -164,7 +164,8 @@ def test_a_signal_drains_and_ends_with_0(tmp_path: Path, number: signal.Signals)
         code, stderr = served.end()
     assert code == EXIT_OK, stderr
     events = [json.loads(line)["event"] for line in stderr.splitlines()]
-    assert events == ["listening", "draining", "stopped"]
+    # Nobody is at the engine's address, which may be known before the filter listens, or after.
+    assert [event for event in events if event != "engine_down"] == ["listening", "draining", "stopped"]
 
 
 def test_a_log_that_nobody_reads_holds_up_neither_the_start_nor_the_end(tmp_path: Path) -> None:
