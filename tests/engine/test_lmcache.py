@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -20,30 +21,60 @@ CHUNK_TOKENS = 256
 
 
 def test_chunks_that_it_stores_for_requests_in_flight_are_credited_and_no_others() -> None:
+    told = follow(InProcessLmcache(chunk_tokens=CHUNK_TOKENS), CacheSpec())
+    assert (told.over, told.under) == (0, 0)
+    assert told.had_tokens > 10_000
+    assert not told.skipped
+
+
+def test_of_a_full_memory_whose_size_is_told_hardly_anything_is_credited_that_it_has_evicted() -> None:
+    # A chunk takes 8 KiB here: there is room for 196.
+    chunks = 196
+    told = follow(
+        InProcessLmcache(chunk_tokens=CHUNK_TOKENS, host_gib=0.0015),
+        CacheSpec(host_blocks=chunks * CHUNK_TOKENS // FAMILY.block_size),
+    )
+    # It evicts what was not asked for longest, of which nothing is told; what it has had longest is forgotten here.
+    assert told.over <= 0.02 * told.asked
+    assert set(told.skipped) == {"over_capacity"}, "the memory was large enough for all"
+    assert told.under < 0.3 * told.asked
+
+
+@dataclass(slots=True)
+class Told:
+    """How many prompts were credited with more or with less than the engine had of them."""
+
+    asked: int = 0
+    over: int = 0
+    under: int = 0
+    had_tokens: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+
+def follow(engine: InProcessLmcache, spec: CacheSpec) -> Told:
     hasher = BlockHasher(np.random.default_rng(1))
     cache = PoolCache(hasher)
-    cache.join("w", CacheSpec(), FAMILY.block_size, 100_000)
-    skipped: Counter[str] = Counter()
-    asked = told = had = 0
-    for kind, *record in InProcessLmcache(chunk_tokens=CHUNK_TOKENS).records():
+    cache.join("w", spec, FAMILY.block_size, 100_000)
+    told = Told()
+    for kind, *record in engine.records():
         if kind != "store":
             continue
         ids, hit_tokens, payload = record
         prompt = Prompt(len(ids), True, {FAMILY: hasher.prompt_hashes(as_tokens(ids), FAMILY, Namespace())})
         credited = cache.reuse(prompt)["w"]
-        # Of a chunk of which only the last token is asked for nothing is loaded (vLLM computes that one).
         assert credited.host_tokens == credited.tokens
-        assert credited.host_tokens == min(hit_tokens, (len(ids) - 1) // FAMILY.block_size * FAMILY.block_size)
-        cache.book("w", str(asked), prompt, credited.by_rule)
+        # vLLM computes the last token, and so the block that it is in.
+        had_tokens = min(hit_tokens, (len(ids) - 1) // FAMILY.block_size * FAMILY.block_size)
+        request_id = str(told.asked)
+        cache.book("w", request_id, prompt, credited.by_rule)
         batch = decode_batch(payload)
-        skipped.update(batch.skipped)
+        told.skipped.update(batch.skipped)
         cache.apply("w", batch)
-        cache.release("w", str(asked))
-        asked += 1
-        told += len(batch.events)
-        had += hit_tokens
-    _logger.info("%d prompts, %d chunks told; %d tokens had were credited", asked, told, had)
-    assert not skipped
-    assert not cache.skipped
-    assert had > 10_000
-    assert told > 100
+        cache.release("w", request_id)
+        told.asked += 1
+        told.over += credited.tokens > had_tokens
+        told.under += credited.tokens < had_tokens
+        told.had_tokens += had_tokens
+    told.skipped.update(cache.skipped)
+    _logger.info("%s", told)
+    return told
