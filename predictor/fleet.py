@@ -60,6 +60,8 @@ _RECENT_GRANTS = 50
 _FUTURES = 5
 # Of larger pools only those are priced for a request that can win: so many, by the least that each can cost.
 _ALL_PRICED, _LIKELY = 32, 16
+# The timeline of so few requests is computed anew in so many spans, hardly ever more.
+_FEW, _FEW_SPANS = 8, 24
 # What a view of the whole may list of all queues together, in spans.
 _VIEW_SPANS = 300
 _MAX_OUTPUT_TOKENS = 1 << 20
@@ -374,14 +376,21 @@ class _Race:
         return [worker for worker in rest if not worker.shadow.prefilling or worker.shadow.opens_s <= until_s]
 
     def price(self, workers: ReadOnly[_Worker]) -> bool:
-        """By the timelines that stand, whatever has happened since; False if there is nobody to price."""
+        """By the timelines that stand, whatever has happened since, but where there is little to compute anew. False if
+        there is nobody to price."""
         for worker in workers:
-            own = self._budget.glance()
-            timeline = worker.shadow.standing_timeline(self._now_s, own)
+            shadow = worker.shadow
+            if len(shadow) <= _FEW and not shadow.timeline_is_fresh and self._budget.left > 0:
+                # A new one is as quickly there as the old one is priced.
+                own = Budget(_FEW_SPANS)
+                timeline: Timeline | Guess = shadow.timeline(self._now_s, own)
+            else:
+                own = self._budget.glance()
+                timeline = shadow.standing_timeline(self._now_s, own)
             self.prospects.append(self._prospect(worker, timeline, own))
             self.workers.append(worker)
             self._budget.left -= own.used
-            if own.cut or not (worker.shadow.timeline_is_fresh and timeline.settled):
+            if own.cut or not (shadow.timeline_is_fresh and timeline.settled):
                 self._old.append(len(self.workers) - 1)
         return bool(workers)
 
@@ -407,18 +416,18 @@ class _Race:
             return [None] * len(self.prospects)
         return [objection(prospect, self._limits) for prospect in self.prospects]
 
-    def choose(self, rng: np.random.Generator, all_open: bool = False) -> Choice | None:
+    def choose(self, open_to: ReadOnly[bool], rng: np.random.Generator) -> Choice | None:
         home, wish, limits = self._home, self._wish, self._limits
         grants, recent = Counter(home.recent), max(1, len(home.recent))
         known = any(prospect.forecast.cached_tokens for prospect in self.prospects)
         last = None if known or wish.session is None else home.sessions.get(wish.session)
         candidates = []
-        for worker, prospect, why_not in zip(self.workers, self.prospects, self.objections(), strict=True):
+        for worker, prospect, is_open in zip(self.workers, self.prospects, open_to, strict=True):
             priced, cost = prospect.forecast, worker.cost.cost
             candidates.append(
                 Candidate(
                     forecast=priced,
-                    feasible=all_open or why_not is None,
+                    feasible=is_open,
                     prefilling=worker.shadow.prefilling,
                     learned=worker.cost.learned,
                     # What is on its way to being a sample counts, or requests in a row would all go to one worker.
@@ -670,9 +679,11 @@ class Fleet:
         race = _Race(home, workers, prompt, wish, limits, self._tickets, now_s)
         race.price(race.likely(self._rng))
         race.renew()
-        objections, choice = race.objections(), race.choose(self._rng)
+        objections = race.objections()
+        choice = race.choose([found is None for found in objections], self._rng)
         if choice is None and race.price(race.in_time()):
-            objections, choice = race.objections(), race.choose(self._rng)
+            objections = race.objections()
+            choice = race.choose([found is None for found in objections], self._rng)
         prospects = race.prospects
         forecasts = tuple(found.forecast for found in prospects)
         if limits.bounded and attempt is not Attempt.AGAIN:
@@ -686,7 +697,7 @@ class Fleet:
                 if attempt is Attempt.FINAL:
                     self._watch(home, wish, refusal, now_s)
                 return refusal
-            choice = race.choose(self._rng, all_open=True)
+            choice = race.choose([True] * len(prospects), self._rng)
             assert choice is not None, "with everybody open, somebody is chosen"
         chosen = choice.ranked[0].forecast
         server = home.workers[chosen.worker]

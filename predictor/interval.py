@@ -23,6 +23,8 @@ from predictor.memory import ErrorsMemory
 
 # The probabilities that a spread is kept at. Between them it is interpolated.
 LEVELS = (0.005, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.995)
+# How far a level is from the middle: the nearer, the less a tail counts. A median is no tail.
+_OUTWARD = tuple(abs(2 * level - 1) for level in LEVELS)
 LOW, HIGH = 0.05, 0.95  # the ends of the interval that is shown and whose coverage is counted
 
 # What any forecast is off by: the clock and the network, and a part of the whole.
@@ -204,13 +206,14 @@ class _Errors:
 
     def quantile(self, probability: float) -> float:
         """The conformal one: of n errors the next is below the k-th smallest with probability k / (n + 1)."""
-        rank = probability * (len(self._sorted) + 1) - 1
+        scores = self._sorted
+        rank = probability * (len(scores) + 1) - 1
         if rank <= 0:
-            return self._sorted[0]
+            return scores[0]
         below = floor(rank)
-        if below >= len(self._sorted) - 1:
-            return self._sorted[-1]
-        return self._sorted[below] + (rank - below) * (self._sorted[below + 1] - self._sorted[below])
+        if below >= len(scores) - 1:
+            return scores[-1]
+        return scores[below] + (rank - below) * (scores[below + 1] - scores[below])
 
 
 def _remembered(kinds: Mapping[Kind, _Errors]) -> tuple[ErrorsMemory, ...]:
@@ -237,15 +240,13 @@ def _moved(tail: float, missed: bool, target: float) -> float:
 
 def _pooled(errors: _Errors, shared: _Errors) -> Spread:
     scores = []
-    for level, guess in zip(LEVELS, UNKNOWN.scores, strict=True):
-        # The nearer to the middle, the less: a median is no tail.
-        outward = abs(2 * level - 1)
+    own = len(errors) / (len(errors) + _POOLING)
+    missing = max(0.0, 1 - len(shared) / _GUESSED)
+    for level, outward, guess in zip(LEVELS, _OUTWARD, UNKNOWN.scores, strict=True):
         wanted = level * errors.low_tail**outward if level < 0.5 else 1 - (1 - level) * errors.high_tail**outward
         known = shared.quantile(wanted) if len(shared) else 0.0
-        if len(errors):
-            own = len(errors) / (len(errors) + _POOLING)
+        if own:
             known += own * (errors.quantile(wanted) - known)
-        missing = max(0.0, 1 - len(shared) / _GUESSED)
         scores.append(known + missing * (guess - known))
     for at in range(1, len(scores)):  # a mixture of ascending quantiles ascends but for rounding
         scores[at] = max(scores[at], scores[at - 1])
