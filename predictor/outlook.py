@@ -15,6 +15,10 @@ from predictor.run_forward import Budget, RunForward, whole_output
 from predictor.timeline import Others, Timeline
 
 
+# Of a budget, what the likeliest future may use before others are imagined.
+_FIRST_SHARE = 0.5
+
+
 @dataclass(slots=True)
 class Sight:
     """A queue as it was at some moment, run forward. `begins_s` is when its first span begins."""
@@ -98,7 +102,7 @@ class Outlook:
                 coming = self._coming = self._look(begins_s)
                 if budget is not None:
                     budget.left -= coming.run.work
-            if not coming.run.opens(budget):
+            if not self._opens(coming, budget):
                 break
             self._told, self._coming = coming, None
             if coming.fresh:
@@ -117,6 +121,17 @@ class Outlook:
         timeline = self.standing(begins_s, None)
         assert timeline is not None
         return timeline
+
+    @staticmethod
+    def _opens(coming: Sight, budget: Budget | None) -> bool:
+        """Lists it up to where it lets somebody in. Where that hangs on who ends when, something is left of the budget
+        for other futures."""
+        if budget is None or coming.others is None:
+            return coming.run.opens(budget)
+        part = budget.part(_FIRST_SHARE)
+        opens = coming.run.opens(part)
+        budget.take(part)
+        return opens or (not coming.run.gated and coming.run.opens(budget))
 
     @staticmethod
     def _better_anew(coming: Sight, budget: Budget | None) -> bool:

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heapreplace
 from predictor.run_forward import Budget
 
 # Spans a decision may list; pricing a candidate is as much work as a few. A span takes some 7 us.
-_SPANS, _SPANS_A_CANDIDATE, _LEAST_SPANS = 700, 2, 100
+_SPANS, _SPANS_A_CANDIDATE, _LEAST_SPANS = 1000, 20, 100
 _SPANS_A_SECOND = 15_000
 # The best leaves half of the budget to the next best, but has at least so much.
 _LEAST_SHARE = 64
@@ -60,8 +60,7 @@ class Renewal:
             unsure.discard(place)
             own = Budget(min(share, budget.left))
             cost_s = renew(place, own)
-            budget.left -= own.used
-            budget.cut += own.cut
+            budget.take(own)
             return cost_s
 
         if turn in unsure and len(old) > 1 and self._allowed > _LEAST_SHARE:

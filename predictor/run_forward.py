@@ -40,6 +40,14 @@ class Budget:
     def used(self) -> int:
         return self._given - self.left
 
+    def part(self, share: float) -> Budget:
+        """Some of it, which whoever uses it takes off by `take`."""
+        return Budget(int(self.left * share))
+
+    def take(self, part: Budget) -> None:
+        self.left -= part.used
+        self.cut += part.cut
+
     def glance(self) -> Budget:
         """As much as is needed where nearly all is listed already; it is granted even where nothing is left."""
         return Budget(_GLANCE)

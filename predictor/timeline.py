@@ -7,13 +7,17 @@ by a search and a closed form, not by a replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
 from predictor.engines.vllm import Sequence, Settings
 from predictor.prefill_cost import StepCost
 from predictor.run_forward import ENDLESS, Budget, RunForward, Span
+
+
+# So many spans of a future tell its pace.
+_ENOUGH_OF_A_FUTURE = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +72,16 @@ class Timeline:
 
         Only so many futures are looked at as there is a budget for.
         """
-        course = self.course(tokens, blocks, budget)
         if self._others is None or not self.gated:
-            return course
+            return self.course(tokens, blocks, budget)
+        # Beyond what is listed of it, the first goes on at its pace: the budget is for the others.
+        is_listed = self._ahead.first_open < len(self.spans)
+        course = self.course(tokens, blocks, budget if is_listed or budget is None else Budget(0))
+        if budget is not None and not is_listed:
+            budget.cut += 1
         others = [
-            Timeline(self.begins_s, ahead).course(tokens, blocks, budget)
-            for ahead in self._others.futures(len(self.spans), budget)
+            Timeline(self.begins_s, ahead).course(tokens, blocks, own)
+            for ahead, own in self._others.futures(len(self.spans), budget)
         ]
         courses = sorted([course, *others], key=lambda other: other.finish_s)
         return courses[len(courses) // 2]
@@ -166,16 +174,22 @@ class Others:
         """Whether there are some, or there can be none any more."""
         return bool(self._known) or self._count < 2
 
-    def futures(self, spans: int, budget: Budget | None) -> list[RunForward]:
-        """An even number of them: those known, and as many as can be listed within the budget at so many spans each."""
+    def futures(self, spans: int, budget: Budget | None) -> Iterator[tuple[RunForward, Budget | None]]:
+        """An even number of them, each with its part of the budget: all, or those known and as many as can be listed for
+        a good part, if a future has about so many spans."""
         pairs = self._count // 2
         if budget is not None:
-            pairs = min(pairs, (len(self._known) + max(0, budget.left) // max(1, spans)) // 2)
-        while len(self._known) < 2 * pairs:
-            self._known.append(self._imagine(len(self._known) + 1))
-            if budget is not None:
-                budget.left -= self._known[-1].work
-        return self._known[: 2 * pairs]
+            affordable = max(0, budget.left) // max(1, min(spans, _ENOUGH_OF_A_FUTURE))
+            pairs = min(pairs, (len(self._known) + affordable) // 2)
+        for number in range(1, 2 * pairs + 1):
+            own = None if budget is None else budget.part(1 / (2 * pairs + 1 - number))
+            if number > len(self._known):
+                self._known.append(self._imagine(number))
+                if own is not None:
+                    own.left -= self._known[-1].work
+            yield self._known[number - 1], own
+            if budget is not None and own is not None:
+                budget.left -= own.used
 
     def close(self) -> None:
         """The queue is not what it was any more: no others are imagined."""
