@@ -59,7 +59,7 @@ _RECENT_GRANTS = 50
 # Imagined futures of a worker whose queue waits for others to end: more than five tell no more.
 _FUTURES = 5
 # Of larger pools only those are priced for a request that can win: so many, by the least that each can cost.
-_ALL_PRICED, _LIKELY = 32, 16
+_ALL_PRICED, _LIKELY = 32, 12
 # The timeline of so few requests is computed anew in so many spans, hardly ever more.
 _FEW, _FEW_SPANS = 8, 24
 # What a view of the whole may list of all queues together, in spans.
@@ -346,12 +346,11 @@ class _Race:
             if saved:
                 cached.append((own_s, place))
             bound_s = weight * own_s
-            if prefilling[place]:
-                wait_s = worker.shadow.opens_s - self._now_s
-                if wait_s > 0.0:
-                    bound_s += wait_s
+            wait_s = worker.shadow.opens_s - self._now_s if prefilling[place] else 0.0
+            if wait_s > 0.0:
+                bound_s += wait_s
             if crowds:
-                bound_s += self._price_s(bound_s - weight * own_s, own_s) - self._others * own_s
+                bound_s += self._price_s(max(0.0, wait_s), own_s) - self._others * own_s
             bounds.append((bound_s, (place - first) % len(workers), place))
         chosen = {place for _, _, place in nsmallest(_LIKELY, bounds)}
         chosen.update(place for _, place in nsmallest(2, cached))

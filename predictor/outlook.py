@@ -14,7 +14,6 @@ from predictor.engines.vllm import Sequence
 from predictor.run_forward import Budget, RunForward, whole_output
 from predictor.timeline import Others, Timeline
 
-
 # Of a budget, what the likeliest future may use before others are imagined.
 _FIRST_SHARE = 0.5
 

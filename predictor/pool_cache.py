@@ -52,7 +52,7 @@ class Reuse(NamedTuple):
         return self.device_tokens + self.host_tokens + self.storage_tokens
 
 
-_NOTHING = Reuse()
+_NOTHING, _NO_RUN = Reuse(), TieredRun(0)
 
 
 @dataclass(slots=True)
@@ -180,9 +180,9 @@ class PoolCache:
         }
 
     def _reuse(self, cache: _Cache, prompt: Prompt, run: TieredRun) -> Reuse:
-        size = cache.family.block_size
-        if not run.blocks and not (cache.rule.shares_in_flight and self._ahead(cache, prompt, 0)):
+        if run == _NO_RUN and not (len(cache.ahead) and cache.rule.shares_in_flight and self._ahead(cache, prompt, 0)):
             return _NOTHING
+        size = cache.family.block_size
         promised = cache.rule.reusable_tokens(run.blocks * size, size, prompt.token_count)
         run = _first_blocks(run, cache.view.credited(run.blocks))
         device, host, storage = run

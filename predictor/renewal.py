@@ -12,8 +12,8 @@ from heapq import heapify, heappop, heapreplace
 
 from predictor.run_forward import Budget
 
-# Spans a decision may list; pricing a candidate is as much work as a few. A span takes some 7 us.
-_SPANS, _SPANS_A_CANDIDATE, _LEAST_SPANS = 1000, 20, 100
+# Spans a decision may list, fewer where there are many to choose from: some 7 us each, on a busy machine twice that.
+_SPANS, _SPANS_A_CANDIDATE, _LEAST_SPANS = 1000, 40, 100
 _SPANS_A_SECOND = 15_000
 # The best leaves half of the budget to the next best, but has at least so much.
 _LEAST_SHARE = 64

@@ -131,7 +131,7 @@ class Shadow:
     @property
     def prefilling(self) -> int:
         """Sequences whose prefill is waiting or under way."""
-        return self._loaded().prefilling + (self._given_up is not None)
+        return (self._load or self._loaded()).prefilling + (self._given_up is not None)
 
     @property
     def decoding(self) -> int:

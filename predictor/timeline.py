@@ -15,7 +15,6 @@ from predictor.engines.vllm import Sequence, Settings
 from predictor.prefill_cost import StepCost
 from predictor.run_forward import ENDLESS, Budget, RunForward, Span
 
-
 # So many spans of a future tell its pace.
 _ENOUGH_OF_A_FUTURE = 200
 
@@ -175,8 +174,8 @@ class Others:
         return bool(self._known) or self._count < 2
 
     def futures(self, spans: int, budget: Budget | None) -> Iterator[tuple[RunForward, Budget | None]]:
-        """An even number of them, each with its part of the budget: all, or those known and as many as can be listed for
-        a good part, if a future has about so many spans."""
+        """An even number of them, each with its part of the budget: those known, and as many as can be listed for the
+        most part, if a future has about so many spans."""
         pairs = self._count // 2
         if budget is not None:
             affordable = max(0, budget.left) // max(1, min(spans, _ENOUGH_OF_A_FUTURE))
