@@ -59,7 +59,7 @@ _RECENT_GRANTS = 50
 # Imagined futures of a worker whose queue waits for others to end: more than five tell no more.
 _FUTURES = 5
 # Of larger pools only those are priced for a request that can win: so many, by the least that each can cost.
-_ALL_PRICED, _LIKELY = 32, 12
+_ALL_PRICED, _LIKELY = 32, 16
 # The timeline of so few requests is computed anew in so many spans, hardly ever more.
 _FEW, _FEW_SPANS = 8, 24
 # What a view of the whole may list of all queues together, in spans.
@@ -342,7 +342,7 @@ class _Race:
         for place, worker in enumerate(workers):
             found = self.reuse[worker.spec.name]
             saved = found.tokens
-            own_s = worker.cost.cost.tokens_s(saved, tokens) + found.load_s
+            own_s = worker.cost.cost.alone_s(saved, tokens, worker.settings.max_num_batched_tokens) + found.load_s
             if saved:
                 cached.append((own_s, place))
             bound_s = weight * own_s
