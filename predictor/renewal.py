@@ -12,8 +12,9 @@ from heapq import heapify, heappop, heapreplace
 
 from predictor.run_forward import Budget
 
-# Spans a decision may list, fewer where there are many to choose from: some 7 us each, on a busy machine twice that.
-_SPANS, _SPANS_A_CANDIDATE, _LEAST_SPANS = 1000, 40, 100
+# Spans a decision may list: some 7 us each, on a busy machine three times that. Among nine candidates it is half what it
+# is for one, since each of them is priced as well, and so on.
+_SPANS, _HALF_AMONG, _LEAST_SPANS = 1000, 8, 100
 _SPANS_A_SECOND = 15_000
 # The best leaves half of the budget to the next best, but has at least so much.
 _LEAST_SHARE = 64
@@ -35,7 +36,7 @@ class Renewal:
         since_s = max(0.0, now_s - self._allowed_at_s)
         self._allowed = min(float(_SPANS), self._allowed + since_s * _SPANS_A_SECOND)
         self._allowed_at_s = max(self._allowed_at_s, now_s)
-        return Budget(max(_LEAST_SPANS, _SPANS - _SPANS_A_CANDIDATE * candidates))
+        return Budget(max(_LEAST_SPANS, _SPANS * _HALF_AMONG // (_HALF_AMONG + candidates - 1)))
 
     def turn(self, candidates: int) -> int:
         """The place of the one whose turn it is: everybody is looked at now and then, however bad he seems."""
