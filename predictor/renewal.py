@@ -12,8 +12,8 @@ from heapq import heapify, heappop, heapreplace
 
 from predictor.run_forward import Budget
 
-# Spans a decision may list: some 7 us each, on a busy machine three times that. Among nine candidates it is half what it
-# is for one, since each of them is priced as well, and so on.
+# Spans a decision may list: some 7 us each, on a busy machine three times that. Among nine candidates it is half what
+# it is for one, since each of them is priced as well, and so on.
 _SPANS, _HALF_AMONG, _LEAST_SPANS = 1000, 8, 100
 _SPANS_A_SECOND = 15_000
 # The best leaves half of the budget to the next best, but has at least so much.
