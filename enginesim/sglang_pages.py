@@ -65,6 +65,7 @@ class SglangPages:
                 "page_size": settings.block_size,
                 "chunked_prefill_size": settings.max_num_batched_tokens,
                 "max_prefill_tokens": settings.max_prefill_tokens,
+                "disable_overlap_schedule": True,
                 "max_running_requests": settings.max_num_seqs,
                 "schedule_policy": "fcfs",
                 "schedule_conservativeness": settings.schedule_conservativeness,

@@ -228,7 +228,7 @@ class App:
         before = self._engines.get(worker.name)
         draining = worker.drain if before is None else before.draining
         engine = self._engines[worker.name] = _Engine(pool, worker, names, draining=draining)
-        settings = worker.settings.for_engine()
+        settings = worker.settings.for_engine(worker.cache.rule)
         for rank, name in names.items():
             cache, adapters = worker.cache.for_engine(), frozenset(worker.adapters)
             spec = WorkerSpec(name, worker.endpoint, settings, worker.cluster, adapters, cache, rank)

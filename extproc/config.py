@@ -174,17 +174,19 @@ class EngineSettings(_Section, frozen=True):
     max_model_len: _Positive | None = None
     device: Literal["gpu-160gib", "gpu-70gib", "gpu", "cpu"] = "gpu-70gib"
 
-    def for_engine(self) -> Settings:
+    def for_engine(self, family: Literal["vllm", "sglang"] = "vllm") -> Settings:
+        """SGLang overlaps its steps by default; its own page tells if it does not."""
         tokens, seqs = _BATCH_DEFAULTS[self.device]
         told = msgspec.structs.asdict(self)
         del told["device"]
         told["max_num_batched_tokens"] = self.max_num_batched_tokens or tokens
         told["max_num_seqs"] = self.max_num_seqs or seqs
-        return Settings(**told)
+        return Settings(**told, family=family, async_scheduling=family == "sglang")
 
 
 class CacheConfig(_Section, frozen=True):
-    """What an engine does not tell of its cache. `rule` is the engine family whose rule of reuse holds."""
+    """What an engine does not tell of its cache. `rule` is the engine family whose rules of reuse
+    and of scheduling hold."""
 
     rule: Literal["vllm", "sglang"] = "vllm"
     speculative: bool = False

@@ -54,7 +54,7 @@ class About:
     version: str | None = None
     life: str | None = None  # what no other incarnation has
     ranks: int | None = None
-    settings: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, int | str] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     events: Mapping[int, Events] = field(default_factory=dict)
     loads: Mapping[int, str] = field(default_factory=dict)  # where each rank publishes its load, likewise
@@ -154,7 +154,11 @@ def read_sglang_info(text: bytes, host: str) -> About | None:
     states = page.get("internal_states")
     state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
     size = _int(_mapping(page.get("kv_events")).get("block_size"), MAX_BLOCK_SIZE) or page_size
-    told = {
+    overlap = page.get("disable_overlap_schedule")
+    told: dict[str, int | str | None] = {
+        "family": "sglang",
+        "async_scheduling": not overlap if isinstance(overlap, bool) else None,
+        "max_prefill_tokens": _int(page.get("max_prefill_tokens"), _MOST_TOKENS),
         "block_size": size,
         "num_gpu_blocks": None if tokens is None else tokens // size,
         "max_num_batched_tokens": _int(page.get("chunked_prefill_size"), _MOST_TOKENS),

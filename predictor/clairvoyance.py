@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 
 import msgspec
 
+from predictor.engines.step_rule import rule_of
 from predictor.engines.vllm import Sequence as Seq
-from predictor.engines.vllm import Settings, Step, schedule
+from predictor.engines.vllm import Settings, Step
 from predictor.prefill_cost import StepCost
 from predictor.shadow import State
 
@@ -127,6 +128,7 @@ class _Fork:
         self, state: State, coming: Sequence[Coming], place: Mapping[str, int], next_place: int, cost: StepCost
     ) -> None:
         self._settings: Settings = state.settings
+        self._rule = rule_of(state.settings)
         self._cost = cost
         self._queue = state.queue
         self._under_way: deque[tuple[float, list[Seq]]] = deque()
@@ -154,7 +156,7 @@ class _Fork:
                 return known
             self._arrive()
             while len(self._under_way) < depth:
-                step = schedule(self._queue, self._settings)
+                step = self._rule(self._queue, self._settings)
                 if step.empty:
                     break
                 # Composing counts the token that is to come.

@@ -34,6 +34,7 @@ from predictor.admission import (
 from predictor.arrivals import RecentArrivals
 from predictor.budget_check import BudgetCheck, BudgetDoubt
 from predictor.crowding import Crowding
+from predictor.engines.step_rule import reserved_beside_prompt
 from predictor.engines.vllm import Sequence, Settings, room_beside
 from predictor.fairness import FairnessPolicy, TenantUse
 from predictor.feed_state import Trust
@@ -466,6 +467,7 @@ class _Race:
             trusted=worker.trusted,
             arrivals=worker.arrivals,
             budget=budget,
+            reserve_tokens=reserved_beside_prompt(worker.settings, self._wish.max_tokens),
         )
         high_wait_s = priced.wait_s
         if self._quantile is not None:

@@ -25,6 +25,7 @@ class Sight:
     begins_s: float
     run: RunForward
     others: Others | None
+    kind: type[Timeline] = Timeline
     fresh: bool = True  # nothing has happened since that it does not know of
 
     def open_s(self, budget: Budget | None) -> float | None:
@@ -33,7 +34,7 @@ class Sight:
         return self.begins_s + run.spans[run.first_open].start_s if run.opens(budget) else None
 
     def timeline(self) -> Timeline:
-        return Timeline(self.begins_s, self.run, self.others)
+        return self.kind(self.begins_s, self.run, self.others)
 
     def append(self, seq: Sequence) -> None:
         self.run.append(seq, whole_output(seq, seq.expected_output))

@@ -9,16 +9,20 @@ step that must leave a sign has not ended before the sign is seen; one that leav
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from predictor.engines.vllm import Queue, Sequence, Settings, Step, reusable_tokens, schedule, undo
+from predictor.engines.sglang import FIRST_RATIO, ratio_after
+from predictor.engines.step_rule import rule_of
+from predictor.engines.vllm import Queue, Sequence, Settings, Step, reusable_tokens, undo
 from predictor.outlook import Outlook, Sight
 from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
+from predictor.prefill_first import PrefillFirst, PrefillFirstTimeline
 from predictor.prefixes_ahead import common_blocks
 from predictor.prompt import BlockHashes
 from predictor.run_forward import Budget, RunForward, whole_output
@@ -31,8 +35,14 @@ _MAX_STEPS_BEHIND = 4096
 # What one call may compose of what has passed, in sequences looked at; a step counts for so many besides. The next call
 # goes on from there: a worker that was not asked for long is some calls behind, and nobody waits for it.
 _MOST_LOOKED_AT, _STEP_LOOKED_AT = 50_000, 100
+# Shorter outputs say little about what a decode step takes.
+_MIN_OUTPUT_TOKENS = 8
 # A step that is overdue by more than this is taken to last as long again: nobody knows better.
 _GRACE_S, _GRACE_RATIO = 0.05, 0.2
+_RUNS: dict[str, tuple[Callable[..., Any], type[Timeline]]] = {
+    "vllm": (RunForward, Timeline),
+    "sglang": (PrefillFirst, PrefillFirstTimeline),
+}
 # Evidence of one step end comes in several pieces; those of one instant belong together.
 _INSTANT_S = 1e-7
 
@@ -48,6 +58,7 @@ class _Load:
 class _UnderWay:
     step: Step
     seconds: float  # predicted
+    doubtful: bool = False  # somebody was let in who had to wait for space: perhaps it was somewhat later
 
 
 @dataclass(slots=True)
@@ -69,6 +80,37 @@ class _Interval:
         self.new_tokens += step.new_tokens
         self.squares += step.squares
         self.decoding += len(step.decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """All that has passed since the beginning, where prefill and decode steps take turns."""
+
+    decode_steps: int = 0
+    decoding: int = 0
+    prefill_steps: int = 0
+    new_tokens: int = 0
+    squares: int = 0
+
+    def with_step(self, step: Step, decoding: int, times: int = 1) -> _Passed:
+        return _Passed(
+            self.decode_steps + (0 if step.chunks else times),
+            self.decoding + (0 if step.chunks else times * decoding),
+            self.prefill_steps + (times if step.chunks else 0),
+            self.new_tokens + times * step.new_tokens,
+            self.squares + times * step.squares,
+        )
+
+    def sample(self, since: _Passed, decode_steps: int, duration_s: float) -> StepSample:
+        """What passed since then, of which so many steps were decodes, however many had been counted."""
+        counted = max(1, self.decode_steps - since.decode_steps)
+        return StepSample(
+            duration_s,
+            self.new_tokens - since.new_tokens,
+            self.squares - since.squares,
+            round((self.decoding - since.decoding) * decode_steps / counted),
+            decode_steps + self.prefill_steps - since.prefill_steps,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +141,7 @@ class Shadow:
         lengths: Callable[[float], LengthCurve] | None = None,
     ) -> None:
         self._settings = settings
+        self._rule = rule_of(settings)
         self._cost = cost
         self._on_sample = on_sample
         self._cached_blocks = cached_blocks
@@ -121,6 +164,10 @@ class Shadow:
         self._sees_blocks = False
         self._outlook = Outlook(self._look)
         self._looked_s = 0.0
+        self._passed = _Passed()
+        self._gated = False  # somebody waits for space, and decode steps go on
+        # When the first token of each that decodes came, and what had passed until then.
+        self._decoding_since: dict[str, tuple[float, _Passed]] = {}
         self._load: _Load | None = None
         self.forced = 0  # times that evidence contradicted the rule
         self.cut = 0  # times that more had passed than one call may look at
@@ -152,6 +199,7 @@ class Shadow:
             [copies[id(seq)] for seq in self._queue.running],
             deque(copies[id(seq)] for seq in self._queue.waiting),
             self._queue.free_blocks,
+            self._queue.reserve_ratio,
         )
         steps = [
             Step(
@@ -172,6 +220,7 @@ class Shadow:
 
     def set_settings(self, settings: Settings) -> None:
         self._settings = settings
+        self._rule = rule_of(settings)
         usable = settings.usable_blocks
         self._kept_out = None
         self._queue.free_blocks = None if usable is None else usable - sum(seq.blocks for seq in self._queue.running)
@@ -179,17 +228,21 @@ class Shadow:
 
     def set_sees_blocks(self, sees: bool) -> None:
         """Whether each step that stores a block is known to be announced, so that the shadow can wait for it."""
-        self._sees_blocks = sees
+        # SGLang announces a chunk with the batch after it, and what is decoded at its end.
+        self._sees_blocks = sees and self._settings.family == "vllm"
 
     # What happens
 
     def book(self, seq: Sequence, now_s: float) -> None:
         self.advance(now_s)
+        if not self._sequences:
+            self._queue.reserve_ratio = FIRST_RATIO
         self._queue.waiting.append(seq)
         self._sequences[seq.id] = seq
         self._booked_s = now_s
-        if self._interval is not None and not self._sees_blocks:
-            self._interval.guessed = True  # nobody sees which step it gets into
+        if self._interval is not None and not self._sees_blocks and self._settings.family == "vllm":
+            # Nobody sees which step it gets into. (SGLang's batches end with the first tokens of all that they hold.)
+            self._interval.guessed = True
         if not self._under_way and self._composes_s is None:
             self._composes_s = now_s + self._cost.overhead_s(seq.prompt_tokens)
             self._interval = _Interval(now_s, arrival_tokens=seq.prompt_tokens)
@@ -211,6 +264,8 @@ class Shadow:
     def stored(self, runs: list[StoredRun], now_s: float) -> None:
         """The engine has announced what a step stored: so a step has just ended."""
         self.advance(now_s)
+        if self._settings.family == "sglang":
+            return
         # All are named before any step is let end: they tell of one step, and the next is composed otherwise.
         told = [self._whose(run) for run in runs]
         self._find_missed(told, now_s)
@@ -284,11 +339,16 @@ class Shadow:
         """Its prefill is done, and the step that finished it has just ended."""
         self.advance(now_s)
         seq = self._sequences.get(seq_id)
-        if seq is None or self._emitted(seq):
+        if seq is None or seq_id in self._decoding_since:
             return
-        self._catch_up(lambda: self._emitted(seq) > 0, now_s)
         if not self._emitted(seq):
-            self._force(seq, now_s)
+            if self._under_way and self._under_way[0].doubtful:
+                self._begin_later(now_s)
+            self._catch_up(lambda: self._emitted(seq) > 0, now_s)
+            if not self._emitted(seq):
+                self._force(seq, now_s)
+        if self._takes_turns:
+            self._decoding_since[seq_id] = now_s, self._passed
 
     def finish(self, seq_id: str, now_s: float, output_tokens: int | None = None) -> None:
         """It left the engine, however it ended, after so many tokens if that is known.
@@ -299,7 +359,9 @@ class Shadow:
         seq = self._sequences.get(seq_id)
         if seq is None:
             return
-        if output_tokens is not None and self._emitted(seq):
+        if self._takes_turns:
+            self._learn_from_output(seq, output_tokens, now_s)
+        elif output_tokens is not None and self._emitted(seq):
             if self._interval is not None:
                 self._interval.guessed = False
             ahead = self._emitted(seq) - output_tokens
@@ -321,6 +383,60 @@ class Shadow:
         if not self._sequences and self._given_up is None:
             self._under_way.clear()
             self._interval = self._composes_s = None
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Prefill and decode steps take turns, so that all who decode have had the same decode steps."""
+        return self._settings.family == "sglang"
+
+    def _learn_from_output(self, seq: Sequence, output_tokens: int | None, now_s: float) -> None:
+        """How many decode steps there were since its first token is known now, and of what else in the same time.
+
+        What was counted wrong was counted wrong for all: for each the part of it that fell into its own time.
+        """
+        since_s, before = self._decoding_since.get(seq.id, (now_s, self._passed))
+        generated = self._emitted(seq)
+        if output_tokens is None or not generated or seq.id not in self._decoding_since:
+            return
+        if output_tokens >= _MIN_OUTPUT_TOKENS and self._on_sample is not None:
+            self._on_sample(self._passed.sample(before, output_tokens - 1, now_s - since_s))
+        ahead = generated - output_tokens
+        if not ahead:
+            return
+        passed = self._passed
+        counted = max(1, passed.decode_steps - before.decode_steps)
+        share = ahead / counted
+        for other in self._queue.running:
+            if other is not seq and not other.prefilling:
+                self._move_decodes(other, -round(share * min(other.generated, generated)))
+        self._passed = replace(
+            passed,
+            decode_steps=passed.decode_steps - ahead,
+            decoding=passed.decoding - round(share * (passed.decoding - before.decoding)),
+        )
+        self._changed()
+
+    def _begin_later(self, now_s: float) -> None:
+        """The prefill under way ends just now. If that is late it had begun late, and decoding went on before."""
+        prefill = self._under_way[0]
+        late_s = now_s - self._began_s - prefill.seconds
+        steps = int(late_s / self._cost.step_s(0, 0, len(self._decoding_since)))
+        if self._interval is not None:
+            self._interval.guessed = True
+        prefill.doubtful = False
+        if steps > 0:
+            self._count_decodes(steps, {id(seq) for seq, _, _ in prefill.step.chunks})
+
+    def _count_decodes(self, steps: int, but: Set[int] = frozenset()) -> None:
+        """There were so many decode steps more than was counted, or less."""
+        for other in self._queue.running:
+            if not other.prefilling and id(other) not in but:
+                self._move_decodes(other, steps)
+        passed, decoding = self._passed, len(self._decoding_since)
+        self._passed = replace(
+            passed, decode_steps=passed.decode_steps + steps, decoding=passed.decoding + steps * decoding
+        )
+        self._changed()
 
     def settle(self, now_s: float | None = None) -> None:
         """The step that comes next is composed from what is known so far: newer news of the cache are not for it."""
@@ -394,10 +510,11 @@ class Shadow:
                     # It has outlived what was drawn for it.
                     seq.expected_output = curve.length(seq.draws[0], seq.generated, seq.max_output)
         ends = {seq.id: whole_output(seq, seq.expected_output) for seq in sequences}
-        first = RunForward(self._queue, self._settings, self._cost, ends)
+        run, kind = _RUNS[self._settings.family]
+        first = run(self._queue, self._settings, self._cost, ends)
         count = min((len(seq.draws) for seq in sequences), default=0) - 1
         if curve is None or count < 1:
-            return Sight(begins_s, first, None)
+            return Sight(begins_s, first, None, kind)
         # As it is now: a future is imagined when somebody asks, and by then the queue may have moved on.
         queue, settings, cost = self._queue, self._settings, self._cost
 
@@ -408,9 +525,10 @@ class Shadow:
 
         def imagine(number: int) -> RunForward:
             drawn = {seq.id: curve.length(seq.draws[number], seq.generated, seq.max_output) for seq in sequences}
-            return RunForward(queue, settings, cost, drawn)
+            ahead: RunForward = run(queue, settings, cost, drawn)
+            return ahead
 
-        return Sight(begins_s, first, Others(count, imagine, length))
+        return Sight(begins_s, first, Others(count, imagine, length), kind)
 
     # Inside
 
@@ -529,9 +647,11 @@ class Shadow:
         if seq.output_hashes and run == len(hashes):
             # Resumed after a preemption: what it generated is stored behind its prompt.
             run = self._cached_blocks(np.concatenate([hashes, np.array(seq.output_hashes, np.uint64)]))
+        in_flight = self._settings.family == "vllm"  # a prompt enters SGLang's tree with its result
         for other, common in self._alike(seq):
             held = max(held, min(common, -(-other.computed // size)))
-            run = max(run, min(common, other.computed // size))
+            if in_flight:
+                run = max(run, min(common, other.computed // size))
         tokens = reusable_tokens(run, size, seq.prompt_tokens + seq.generated)
         return tokens, min(held, tokens // size)
 
@@ -554,7 +674,9 @@ class Shadow:
         self._composes_s = None
         depth = 2 if self._settings.async_scheduling else 1
         while len(self._under_way) < depth:
-            step = schedule(self._queue, self._settings, lookup=self._reusable)
+            step = self._rule(self._queue, self._settings, lookup=self._reusable)
+            doubtful = self._takes_turns and self._gated and bool(step.chunks)
+            self._gated = bool(self._queue.waiting) and (self._gated or not step.chunks)
             for seq in step.preempted:
                 self._forget_tail(seq)
             if step.empty:
@@ -562,7 +684,7 @@ class Shadow:
             waiting = self._queue.waiting
             self._kept_out = waiting[0] if waiting and not step.chunks and not step.preempted else None
             seconds = self._cost.step_s(step.new_tokens, step.squares, len(step.decodes))
-            self._under_way.append(_UnderWay(step, seconds))
+            self._under_way.append(_UnderWay(step, seconds, doubtful))
         if not self._under_way:
             self._interval = None
         self._changed()
@@ -574,6 +696,9 @@ class Shadow:
             self._given_up = None
         if self._interval is not None:
             self._interval.add(ended)
+        if self._takes_turns:
+            # Who is known to have begun and not to have ended; by the count of steps some may seem to be done.
+            self._passed = self._passed.with_step(ended, len(self._decoding_since))
         self._began_s = end_s
         if self._sequences:
             self._composes_s = end_s
@@ -607,16 +732,24 @@ class Shadow:
             interval.steps -= steps
             for other in self._queue.running:
                 if other.generated > steps and not other.prefilling:
-                    other.generated -= steps
-                    other.computed -= steps
+                    self._move_decodes(other, -steps)
                     interval.decoding -= steps
         else:
             # It alone is known better.
-            steps = min(steps, seq.generated - 1)
-            seq.generated -= steps
-            seq.computed -= steps
+            self._move_decodes(seq, -min(steps, seq.generated - 1))
             self._interval = None
         self._changed()
+
+    def _move_decodes(self, seq: Sequence, steps: int) -> None:
+        """It has generated so many tokens more than was counted, or less."""
+        steps = max(steps, 1 - seq.generated)
+        if seq.max_output is not None:
+            steps = min(steps, seq.max_output - seq.generated)
+        seq.generated += steps
+        seq.computed += steps
+        new = max(0, -(-seq.computed // self._settings.block_size) - seq.shared_blocks) - seq.blocks
+        seq.blocks += new
+        self._take(new)
 
     def _seen(self, now_s: float) -> None:
         """A step end was seen just now."""
@@ -648,6 +781,8 @@ class Shadow:
         shut = not queue.waiting or full or queue.waiting[0] is self._kept_out
         if not shut or any(item.step.chunks for item in self._under_way):
             return False
+        if queue.waiting and settings.family == "sglang":
+            return False  # less is reserved with each step, until somebody fits
         # For who has left, or was preempted since, nothing is computed any more and no space is taken.
         running = {id(seq) for seq in queue.running}
         return all(id(seq) in running for seq in step.decodes)
@@ -674,6 +809,9 @@ class Shadow:
                 self._interval.plain += more
                 self._interval.decoding += more * len(oldest.step.decodes)
             self._began_s += more * oldest.seconds
+            if self._takes_turns:
+                self._passed = self._passed.with_step(oldest.step, len(self._decoding_since), more)
+                queue.reserve_ratio = ratio_after(queue.reserve_ratio, more)
         self._end_step(self._began_s + oldest.seconds)
 
     def _steps_in_space(self, decodes: ReadOnly[Sequence], steps: int, free_blocks: int) -> int:
@@ -693,6 +831,12 @@ class Shadow:
         """Whatever the rule said: its token is there, so its prefill is done."""
         self.forced += 1
         self._interval = None
+        if self._takes_turns:
+            # It was prefilled while decoding was taken to go on.
+            step = Step(((seq, min(seq.computed, seq.credited), seq.prompt_tokens),), (), 0)
+            prefill_s = self._cost.step_s(step.new_tokens, step.squares, 0)
+            self._count_decodes(-int(prefill_s / self._cost.step_s(0, 0, len(self._decoding_since))), {id(seq)})
+            self._passed = self._passed.with_step(step, 0)
         if any(seq is other for other in self._queue.waiting):
             self._queue.waiting = deque(other for other in self._queue.waiting if other is not seq)
             self._queue.running.append(seq)
@@ -712,6 +856,7 @@ class Shadow:
     def _remove(self, seq: Sequence) -> None:
         queue = self._queue
         del self._sequences[seq.id]
+        self._decoding_since.pop(seq.id, None)
         self._forget_tail(seq)
         queue.running = [other for other in queue.running if other is not seq]
         queue.waiting = deque(other for other in queue.waiting if other is not seq)

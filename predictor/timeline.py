@@ -79,7 +79,7 @@ class Timeline:
         if budget is not None and not is_listed:
             budget.cut += 1
         others = [
-            Timeline(self.begins_s, ahead).course(tokens, blocks, own)
+            type(self)(self.begins_s, ahead).course(tokens, blocks, own)
             for ahead, own in self._others.futures(len(self.spans), budget)
         ]
         courses = sorted([course, *others], key=lambda other: other.finish_s)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field
+from typing import Literal
 
 from predictor.engines import reuse
 from predictor.prompt import BlockHashes
@@ -29,11 +30,15 @@ class Settings:
     async_scheduling: bool = False  # a step is composed while the one before it runs
     enable_chunked_prefill: bool = True
     watermark: float = 0.0  # part of all blocks that an admission must leave free while others run
+    family: Literal["vllm", "sglang"] = "vllm"  # whose step rule holds; see `sglang` for what these are called there
+    max_prefill_tokens: int = 16_384  # of a batch, SGLang
 
     @property
     def usable_blocks(self) -> int | None:
-        """Blocks that requests can hold: vLLM keeps one for itself."""
-        return None if self.num_gpu_blocks is None else self.num_gpu_blocks - 1
+        """Blocks that requests can hold: vLLM keeps one for itself; SGLang does not count the one that it keeps."""
+        if self.num_gpu_blocks is None or self.family == "sglang":
+            return self.num_gpu_blocks
+        return self.num_gpu_blocks - 1
 
     @property
     def watermark_blocks(self) -> int:
@@ -59,6 +64,10 @@ class Sequence:
     hashes: BlockHashes | ReadOnly[int] = ()  # of the prompt's full blocks
     draws: tuple[float, ...] = ()  # for its output's length, one for each imagined future
     output_hashes: list[int] = field(default_factory=list)  # of the full blocks after those, as they become known
+    credited: int = field(init=False)  # what it was expected to find cached when it came
+
+    def __post_init__(self) -> None:
+        self.credited = self.computed
 
     @property
     def prefilling(self) -> bool:
@@ -88,12 +97,14 @@ class Queue:
     running: list[Sequence] = field(default_factory=list)
     waiting: deque[Sequence] = field(default_factory=deque)
     free_blocks: int | None = None  # None: never short
+    reserve_ratio: float = 0.7  # SGLang: what of the outputs to come is kept free
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
 
     def copy(self) -> Queue:
-        return Queue([seq.copy() for seq in self.running], deque(seq.copy() for seq in self.waiting), self.free_blocks)
+        running, waiting = [seq.copy() for seq in self.running], deque(seq.copy() for seq in self.waiting)
+        return Queue(running, waiting, self.free_blocks, self.reserve_ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +143,8 @@ def reusable_tokens(run_blocks: int, block_size: int, prompt_tokens: int) -> int
 
 def room_beside(decodes: int, settings: Settings) -> int:
     """Tokens that the only prefill gets in a step, beside so many decodes."""
+    if settings.family == "sglang":
+        return settings.max_num_batched_tokens
     left = max(1, settings.max_num_batched_tokens - decodes)
     cap = settings.long_prefill_token_threshold
     return min(cap, left) if decodes and cap > 0 else left

@@ -206,7 +206,9 @@ class Observer:
                 batch = decode_batch(what)
             begun = time.perf_counter()
             if kind == "arrive":
-                told = arrivals[what].output_tokens if self.max_tokens_told else None
+                told = (
+                    (recording.work.max_tokens_told or arrivals[what].output_tokens) if self.max_tokens_told else None
+                )
                 bound_s = self.bound_s if what % 2 else None
                 wish = Wish(f"{offset_s}-{what}", now_s, max_tokens=told, max_queue_wait_s=bound_s)
                 if self.bound_s is None:
@@ -265,13 +267,16 @@ def observer(
     return Observer(
         Settings(
             block_size=told.block_size,
-            num_gpu_blocks=told.num_gpu_blocks,
+            # vLLM counts the block that it keeps for itself, SGLang does not.
+            num_gpu_blocks=told.num_gpu_blocks - (recording.work.engine == "sglang"),
             max_num_batched_tokens=told.max_num_batched_tokens,
             max_num_seqs=told.max_num_seqs,
             long_prefill_token_threshold=told.long_prefill_token_threshold,
             max_model_len=told.max_model_len,
             async_scheduling=told.async_scheduling,
+            family=recording.work.engine,
         ),
+        max_tokens_told=recording.work.engine == "sglang",
         truth=recording.work.costs if true_costs else None,
         lengths_told=lengths_told,
         bound_s=bound_s,
@@ -296,14 +301,6 @@ def main() -> None:
     for name in asked.workloads:
         recording = record(name, asked.recordings or HOMES[workloads.workload(name).engine]() / "recordings")
         told_s = watching_s(recording)
-        if recording.work.engine != "vllm":
-            # There is no step rule of ours to judge yet.
-            simple = [
-                Accuracy.of(list(zip(model, actual_s(recording), strict=True))[int(WARM_UP * len(told_s)) :])
-                for model in (naive_s(recording), told_s)
-            ]
-            sys.stdout.write(f"{name:34s} naive {simple[0]!s:24s} watching {simple[1]!s:24s}\n")
-            continue
         watcher = observer(recording, asked.true_costs, asked.lengths_told, asked.bound)
         watcher.clairvoyant_every = asked.clairvoyant
         runs = [watcher.play(recording)] + ([watcher.play(recording)] if asked.warm else [])

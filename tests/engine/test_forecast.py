@@ -1,4 +1,4 @@
-"""Forecasts against vLLM's own scheduler in virtual time: costs learned, nothing seen but what leaves the engine.
+"""Forecasts against vLLM's and SGLang's own schedulers in virtual time: costs learned, seen is what leaves them.
 
 Reduced workloads; `python -m tests.engine.forecast_truth` runs whole ones, and docs/performance.md has their figures.
 """
@@ -32,6 +32,8 @@ def told(name: str, watcher: Observer, outcomes: list[Outcome]) -> tuple[Accurac
         ("trace 0.8", 300, 0.98, 0.02),
         ("giants, threshold 1024", 150, 0.97, 0.02),
         ("decodes, budget 512", 300, 0.99, 0.02),
+        ("sglang giants", 150, 0.99, 0.02),
+        ("sglang conversations", 300, 0.99, 0.05),
     ],
 )
 def test_forecasts_come_near_and_nearer_than_adding_up_the_prefills_ahead(

@@ -299,7 +299,8 @@ SGLANG_EVENTS = {
 }  # fmt: skip
 SGLANG = {
     "served_model_name": "m", "version": "0.5.23", "startup_time": 11.5, "page_size": 64,
-    "chunked_prefill_size": 4096, "max_running_requests": 4096, "dp_size": 2, "max_total_num_tokens": 64000,
+    "chunked_prefill_size": 4096, "max_prefill_tokens": 20_000, "disable_overlap_schedule": False,
+    "max_running_requests": 4096, "dp_size": 2, "max_total_num_tokens": 64000,
     "kv_events": SGLANG_EVENTS,
     "internal_states": [{"effective_max_running_requests_per_dp": 96}],
 }  # fmt: skip
@@ -337,7 +338,8 @@ def test_sglang_says_what_it_is() -> None:
     assert about is not None
     assert (about.version, about.life, about.ranks, about.models) == ("0.5.23", "11.5", 2, ("m",))
     assert about.settings == {
-        "block_size": 64, "num_gpu_blocks": 1000, "max_num_batched_tokens": 4096, "max_num_seqs": 96
+        "family": "sglang", "async_scheduling": True, "max_prefill_tokens": 20_000,
+        "block_size": 64, "num_gpu_blocks": 1000, "max_num_batched_tokens": 4096, "max_num_seqs": 96,
     }  # fmt: skip
     assert about.events[1] == Events("tcp://10.0.0.1:5558", "tcp://10.0.0.1:5601")
     assert about.loads == {}

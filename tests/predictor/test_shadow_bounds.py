@@ -18,11 +18,11 @@ class Composed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = 0
 
-        def counted(queue: Queue, settings: Settings, lookup: Lookup | None = None) -> Step:
+        def counted(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Lookup | None = None) -> Step:
             self.steps += 1
-            return schedule(queue, settings, lookup=lookup)
+            return schedule(queue, settings, newcomers, lookup)
 
-        monkeypatch.setattr("predictor.shadow.schedule", counted)
+        monkeypatch.setattr("predictor.shadow.rule_of", lambda settings: counted)
 
 
 @pytest.fixture

@@ -1,0 +1,144 @@
+"""What an SGLang worker's queue means for a newcomer equals a replay, step by step, with the newcomer inside."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from predictor.engines.sglang import LAST_RATIO, schedule
+from predictor.engines.step_rule import reserved_beside_prompt
+from predictor.engines.vllm import Queue, Sequence, Settings
+from predictor.prefill_cost import StepCost
+from predictor.prefill_first import PrefillFirst, PrefillFirstTimeline
+from predictor.run_forward import Budget
+
+MEASURED = StepCost(0.0, 0.0, 0.005, 30e-6, 37e-12, 50e-6)
+
+
+@dataclass
+class Shape:
+    queue: Queue
+    settings: Settings
+    cost: StepCost
+    ends_at: dict[str, int]
+
+    def run(self) -> PrefillFirst:
+        return PrefillFirst(self.queue, self.settings, self.cost, dict(self.ends_at))
+
+    def timeline(self, begins_s: float = 0.0) -> PrefillFirstTimeline:
+        return PrefillFirstTimeline(begins_s, self.run())  # type: ignore[arg-type]
+
+    def blocks(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        needed = prompt_tokens + reserved_beside_prompt(self.settings, max_tokens)
+        return -(-needed // self.settings.block_size)
+
+
+def replayed_s(shape: Shape, tokens: int, max_tokens: int | None) -> float | None:
+    """When the newcomer's prompt is computed; None if somebody lost what he had meanwhile, or it never is."""
+    queue = shape.queue.copy()
+    newcomer = Sequence("newcomer", tokens, 0, 10**9, max_output=max_tokens)
+    queue.waiting.append(newcomer)
+    ends_at = shape.ends_at | {"newcomer": 10**9}
+    clock_s = 0.0
+    for _ in range(20_000):
+        for seq in [seq for seq in queue.running if seq.generated and seq.generated >= ends_at[seq.id]]:
+            queue.running.remove(seq)
+            if queue.free_blocks is not None:
+                queue.free_blocks += seq.blocks
+        step = schedule(queue, shape.settings)
+        if step.empty or step.preempted:
+            return None
+        clock_s += shape.cost.step_s(step.new_tokens, step.squares, len(step.decodes))
+        if newcomer.generated:
+            return clock_s
+    raise AssertionError("it never ends")
+
+
+@st.composite
+def shapes(draw: st.DrawFn, space: bool) -> Shape:
+    """A queue in the midst of its life; with `space` limited, of pages and of slots."""
+    page = draw(st.sampled_from([1, 4, 16]))
+    settings = Settings(
+        family="sglang",
+        block_size=page,
+        num_gpu_blocks=draw(st.integers(300, 1200)) // page if space else None,
+        max_num_batched_tokens=draw(st.integers(16, 64)),
+        max_num_seqs=draw(st.integers(1, 8)) if space else 1000,
+    )
+    squared = draw(st.sampled_from([0.0, 1e-6]))
+    cost = StepCost(0.0, 0.0, draw(st.sampled_from([0.001, 0.01])), 0.001, squared, draw(st.sampled_from([0.0, 0.002])))
+    queue = Queue(free_blocks=settings.usable_blocks, reserve_ratio=LAST_RATIO)
+    ends_at = {}
+    for number in range(draw(st.integers(0, 10))):
+        tokens, output = draw(st.integers(1, 150)), draw(st.integers(1, 60))
+        queue.waiting.append(Sequence(f"p{number}", tokens, 0, output, max_output=output))
+        ends_at[f"p{number}"] = output
+    for _ in range(draw(st.integers(0, 30))):
+        schedule(queue, settings)
+        for seq in [seq for seq in queue.running if seq.generated and seq.generated >= ends_at[seq.id]]:
+            queue.running.remove(seq)
+            if queue.free_blocks is not None:
+                queue.free_blocks += seq.blocks
+    return Shape(queue, settings, cost, ends_at)
+
+
+@given(shape=shapes(space=False), tokens=st.integers(1, 300))
+@hypothesis_settings(max_examples=400, deadline=None)
+def test_with_space_for_all_it_is_exact(shape: Shape, tokens: int) -> None:
+    expected_s = replayed_s(shape, tokens, None)
+    priced_s = shape.timeline(5.0).finish_s(tokens) - 5.0 + shape.cost.tokens_s(0, tokens)
+    assert priced_s == pytest.approx(expected_s, abs=1e-6)
+
+
+@given(shape=shapes(space=True), tokens=st.integers(1, 200), max_tokens=st.integers(1, 80))
+@hypothesis_settings(max_examples=400, deadline=None)
+def test_where_space_is_short_it_is_exact_to_a_leap_of_decode_steps(shape: Shape, tokens: int, max_tokens: int) -> None:
+    expected_s = replayed_s(shape, tokens, max_tokens)
+    assume(expected_s is not None)
+    assert expected_s is not None
+    timeline = shape.timeline()
+    priced_s = timeline.finish_s(tokens, shape.blocks(tokens, max_tokens)) + shape.cost.tokens_s(0, tokens)
+    # One who gets in because less is reserved is seen to get in with the end of a stretch; stretches are of an output.
+    stretch_s = 60 * shape.cost.step_s(0, 0, len(shape.ends_at))
+    slack_s = stretch_s * len(shape.ends_at) if timeline.gated else 1e-6
+    assert abs(priced_s - expected_s) <= slack_s
+
+
+@given(shape=shapes(space=True), later=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 60)), max_size=4))
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_what_is_booked_later_is_added_as_if_it_had_been_there(shape: Shape, later: list[tuple[int, int]]) -> None:
+    grown = shape.run()
+    PrefillFirstTimeline(0.0, grown).course(100, shape.blocks(100, 20))  # type: ignore[arg-type]
+    for number, (tokens, output) in enumerate(later):
+        seq = Sequence(f"l{number}", tokens, 0, output, max_output=output)
+        grown.append(seq, output)
+        shape.queue.waiting.append(seq)
+        shape.ends_at[seq.id] = output
+        shape_s = shape.timeline().finish_s(100, shape.blocks(100, 20))
+        grown_s = PrefillFirstTimeline(0.0, grown).finish_s(100, shape.blocks(100, 20))  # type: ignore[arg-type]
+        assert grown_s == pytest.approx(shape_s)
+
+
+def test_who_decodes_takes_nothing_from_a_newcomer() -> None:
+    decoders = [Sequence(f"d{n}", 100, 100 + n, 500, generated=n + 1, max_output=500) for n in range(50)]
+    settings = Settings(family="sglang", max_num_batched_tokens=8192)
+    shape = Shape(Queue(list(decoders)), settings, MEASURED, {seq.id: 500 for seq in decoders})
+    assert shape.timeline().finish_s(20_000) == pytest.approx(3 * 0.005)
+
+
+def test_a_budget_bounds_the_work_and_what_is_beyond_it_goes_on_at_the_pace_so_far() -> None:
+    running = [Sequence(f"r{n}", 1000, 1000, 0, generated=1, max_output=900, blocks=1000) for n in range(60)]
+    waiting = [Sequence(f"w{n}", 3000, 0, 0, max_output=900) for n in range(300)]
+    ends_at = {seq.id: 300 + 9 * place for place, seq in enumerate(running)} | {seq.id: 600 for seq in waiting}
+    queue = Queue(list(running), free_blocks=500, reserve_ratio=LAST_RATIO)
+    queue.waiting.extend(waiting)
+    settings = Settings(family="sglang", block_size=1, num_gpu_blocks=60_500, max_num_batched_tokens=8192)
+    shape = Shape(queue, settings, MEASURED, ends_at)
+    whole_s = shape.timeline().finish_s(1000, shape.blocks(1000, 900))
+    budget = Budget(500)
+    bounded_s = shape.timeline().finish_s(1000, shape.blocks(1000, 900), budget)
+    assert budget.used <= 510
+    assert budget.cut == 1
+    assert bounded_s == pytest.approx(whole_s, rel=0.4)

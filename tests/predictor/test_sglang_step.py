@@ -1,0 +1,147 @@
+"""A step of SGLang as the replay composes it, and the same step as the simulated engine's scheduler composes it."""
+
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from enginesim.request import Request
+from enginesim.settings import SglangSettings
+from enginesim.sglang_scheduler import SglangScheduler
+from predictor.engines.sglang import FIRST_RATIO, LAST_RATIO, ratio_after, schedule
+from predictor.engines.step_rule import reserved_beside_prompt
+from predictor.engines.vllm import Queue, Sequence, Settings, Step
+
+PLAIN = Settings(family="sglang", block_size=1, max_num_batched_tokens=1000)
+
+
+def prompt(name: str, tokens: int, computed: int = 0, max_output: int = 100) -> Sequence:
+    return Sequence(name, tokens, computed, expected_output=100, max_output=max_output)
+
+
+def decoding(name: str, max_output: int = 100) -> Sequence:
+    return Sequence(name, 10, 10, expected_output=100, generated=1, max_output=max_output)
+
+
+def shares(step: Step) -> list[tuple[str, int]]:
+    return [(seq.id, end - start) for seq, start, end in step.chunks]
+
+
+def test_while_there_is_a_prompt_nobody_decodes() -> None:
+    queue = Queue([decoding("x"), decoding("y")], deque([prompt("a", 300)]))
+    step = schedule(queue, PLAIN)
+    assert (shares(step), step.decodes) == ([("a", 300)], ())
+    step = schedule(queue, PLAIN)
+    assert (step.chunks, [seq.id for seq in step.decodes]) == ((), ["x", "y", "a"])
+
+
+def test_one_prompt_at_a_time_is_cut_and_who_is_behind_it_waits_for_its_last_chunk() -> None:
+    queue = Queue([], deque([prompt("giant", 2300), prompt("small", 10)]))
+    assert shares(schedule(queue, PLAIN)) == [("giant", 1000)]
+    assert shares(schedule(queue, PLAIN)) == [("giant", 1000)]
+    assert shares(schedule(queue, PLAIN)) == [("giant", 300), ("small", 10)]
+
+
+def test_a_prompt_in_front_of_a_giant_is_taken_whole_and_the_giant_gets_the_rest_in_whole_pages() -> None:
+    queue = Queue([], deque([prompt("small", 100), prompt("giant", 5000)]))
+    assert shares(schedule(queue, Settings(family="sglang", max_num_batched_tokens=1000))) == [
+        ("small", 100),
+        ("giant", (1000 - 112) // 16 * 16),
+    ]
+
+
+def test_who_is_let_in_has_room_for_its_output_beside_what_is_promised_to_others() -> None:
+    def admitted(free_blocks: int) -> bool:
+        queue = Queue([decoding("x", max_output=101)], deque([prompt("a", 50, max_output=20)]), free_blocks, LAST_RATIO)
+        return bool(schedule(queue, PLAIN).chunks)
+
+    # 9.8 for who decodes, 50 + 20 of its own, and a page.
+    assert not admitted(80)
+    assert admitted(81)
+
+
+def test_without_max_tokens_the_most_is_reserved() -> None:
+    assert reserved_beside_prompt(PLAIN, None) == 4096 + 1
+    assert reserved_beside_prompt(PLAIN, 30) == 30 + 1
+    assert reserved_beside_prompt(PLAIN, 10**6) == 4096 + 1
+    assert reserved_beside_prompt(Settings(), None) == 0
+
+
+def test_less_is_reserved_the_longer_decoding_goes_on() -> None:
+    queue = Queue([decoding("x", max_output=1000)])
+    for _ in range(300):
+        schedule(queue, PLAIN)
+    assert queue.reserve_ratio == pytest.approx((FIRST_RATIO + LAST_RATIO) / 2)
+    assert ratio_after(FIRST_RATIO, 10_000) == LAST_RATIO
+
+
+def test_where_no_page_is_left_who_has_generated_least_goes_back_with_nothing() -> None:
+    old, young = decoding("old"), decoding("young")
+    old.generated, old.blocks, young.blocks = 50, 60, 11
+    old.computed = 59
+    queue = Queue([old, young], free_blocks=1)
+    step = schedule(queue, PLAIN)
+    assert [seq.id for seq in step.decodes] == ["old"]
+    assert [seq.id for seq in step.preempted] == ["young"]
+    assert (young.computed, young.blocks, list(queue.waiting)) == (0, 0, [young])
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 200), st.integers(1, 40)), min_size=1, max_size=12),
+    page=st.sampled_from([1, 4, 16]),
+    chunk=st.integers(16, 120),
+    slots=st.integers(1, 6),
+    pages=st.integers(60, 200),
+)
+@hypothesis_settings(max_examples=300, deadline=None)
+def test_every_step_is_what_the_simulated_engine_composes(
+    arrivals: list[tuple[int, int, int]], page: int, chunk: int, slots: int, pages: int
+) -> None:
+    engine = SglangScheduler(
+        SglangSettings(
+            block_size=page, num_gpu_blocks=pages * 16 // page + 1, max_num_batched_tokens=chunk, max_num_seqs=slots
+        ),
+        lambda request: 7,
+    )
+    told = Settings(
+        family="sglang",
+        block_size=page,
+        num_gpu_blocks=pages * 16 // page,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=slots,
+    )
+    queue = Queue(free_blocks=told.usable_blocks)
+    coming = deque(sorted(enumerate(arrivals), key=lambda item: item[1][0]))
+    known: dict[int, Sequence] = {}
+    for at_step in range(3000):
+        while coming and coming[0][1][0] <= at_step:
+            number, (_, tokens, outputs) = coming.popleft()
+            # Every prompt is of tokens of its own: nothing is shared.
+            request = Request(number, [number * 1000 + place for place in range(tokens)], outputs, page)
+            request.hash_more()
+            engine.add(request)
+            known[number] = Sequence(str(number), tokens, 0, outputs, max_output=outputs)
+            if not len(queue):
+                queue.reserve_ratio = FIRST_RATIO
+            queue.waiting.append(known[number])
+        if not engine.has_work:
+            if not coming:
+                return
+            continue
+        batch = engine.schedule()
+        step = schedule(queue, told)
+        chunks = [(str(chunk.request.id), chunk.tokens) for chunk in batch.chunks if not chunk.is_decode]
+        decodes = [str(chunk.request.id) for chunk in batch.chunks if chunk.is_decode]
+        assert (shares(step), [seq.id for seq in step.decodes]) == (chunks, decodes)
+        if batch.preempted:
+            return  # what is cached of who was retracted is not the rule's to know
+        outputs_of, _ = engine.complete(batch)
+        for output in outputs_of:
+            if output.finish_reason:
+                seq = known[output.request.id]
+                queue.running.remove(seq)
+                assert queue.free_blocks is not None
+                queue.free_blocks += seq.blocks
+    raise AssertionError("it never ends")
