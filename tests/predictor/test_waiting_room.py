@@ -121,7 +121,8 @@ class Doors:
 
 @given(
     gone_after_s=st.floats(0, 6),
-    bounds_s=st.lists(st.one_of(st.none(), st.floats(5, 8)), min_size=1, max_size=6),
+    # In hundredths: deadlines that are nearer to each other than a clock can tell are the same one.
+    bounds_s=st.lists(st.one_of(st.none(), st.integers(500, 800).map(lambda n: n / 100)), min_size=1, max_size=6),
 )
 def test_who_is_held_is_placed_when_the_queue_goes_and_else_refused_in_time(
     gone_after_s: float, bounds_s: list[float | None]
