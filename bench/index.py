@@ -184,7 +184,8 @@ def _apply(index: CacheIndex, worker: str, payload: bytes) -> _Spent:
     began_s = at_s
     for piece in decode_pieces(payload, _AT_ONCE_EVENTS):
         for group in groups_of(slices(piece.events, _AT_ONCE_BLOCKS), _AT_ONCE_BLOCKS):
-            index.apply_all(worker, group)
+            for event in group:
+                index.apply(worker, event)
             now_s = time.process_time()
             longest_s, at_s = max(longest_s, now_s - at_s), now_s
     return _Spent(at_s - began_s, longest_s)

@@ -22,7 +22,7 @@ from extproc.recorder import Recorder
 from predictor.event_slices import groups_of, slices
 from predictor.feed_state import Apply, Clear, FeedState, Step, Trust
 from predictor.fleet import Fleet
-from predictor.kv_events import Batch, Cleared, KvEvent, MalformedBatch, Stored, Tier, decode_pieces
+from predictor.kv_events import Batch, Bundle, Cleared, KvEvent, MalformedBatch, Stored, Tier, decode_pieces
 
 _END = b"\xff" * 8
 _PUBLISHER_HWM = 100_000  # the engines' own default: no reason to drop earlier on our side
@@ -282,8 +282,7 @@ class KvFeed:
                 self._state.unreadable()
 
     def _look_at_sizes(self, events: Sequence[KvEvent]) -> None:
-        stored = (len(one.hashes) for one in events if isinstance(one, Stored) and one.tier is Tier.DEVICE)
-        most = max(stored, default=0)
+        most = max((_longest_run(event) for event in events), default=0)
         if most:
             self._fleet.stored_at_once(self._worker, most)
 
@@ -310,6 +309,13 @@ class KvFeed:
         if now_s - self._slice_started_s > _SLICE_S:
             await asyncio.sleep(0)
             self._slice_started_s = time.monotonic()
+
+
+def _longest_run(event: KvEvent) -> int:
+    """Blocks that were stored on the device at once."""
+    if isinstance(event, Bundle):
+        return max(event.lengths)
+    return len(event.hashes) if isinstance(event, Stored) and event.tier is Tier.DEVICE else 0
 
 
 async def _all(*works: Coroutine[None, None, None]) -> None:

@@ -8,7 +8,6 @@ counts more blocks than its cap.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.hash_table import HolderTable, Keys, NameTable, Slots
-from predictor.kv_events import Cleared, KvEvent, Named, Removed, Stored, Tier
+from predictor.kv_events import Bundle, Cleared, KvEvent, Named, Removed, Stored, Tier
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily
 
 _MASK = (1 << 64) - 1
 _NEVER = (1 << 32) - 1  # `born` counts up to here before it is renumbered
 # From so many blocks on, numpy's calls are cheaper than a loop.
-_MANY = 128
-_FEW = 4  # stores that are not worth the trouble of taking them in together
+_MANY = 192
 # What other tiers may hold where nobody says, in blocks of the device; and without any word at all, blocks.
 _HOST_SHARE, _STORAGE_SHARE, _DEFAULT_CAP = 8, 32, 1 << 22
 _PARKED_AT_MOST = 16_384  # orphan blocks a holder
@@ -115,16 +113,6 @@ class _View:
     stores: Mapping[Tier, str]
     own: dict[Tier, _Holder] = field(default_factory=dict)
     groups: dict[Tier, int | None] = field(default_factory=dict)  # the group of layers that is followed
-
-
-@dataclass(slots=True, eq=False)
-class _Alike:
-    """Small events of a device that can be taken in together: its removals first, then its stores."""
-
-    events: list[Stored | Removed] = field(default_factory=list)
-    stores: list[Stored] = field(default_factory=list)
-    removals: list[int] = field(default_factory=list)
-    told: set[int] = field(default_factory=set)
 
 
 class CacheIndex:
@@ -223,7 +211,7 @@ class CacheIndex:
     # Events
 
     def apply(self, worker: str, event: KvEvent, before: int | None = None) -> int | None:
-        """Takes in one event; of blocks that were stored on a device and have their place, our hash of the first.
+        """Takes in one event; of a run that was stored on a device and has its place, our hash of its first block.
 
         `before` is our hash of what stands before blocks that are adrift, where somebody knows.
         """
@@ -238,96 +226,76 @@ class CacheIndex:
                 self._name(view, event)
             case Cleared():
                 self.clear(worker, view.cleared)
+            case Bundle():
+                self.take(worker, event)
+                return None
         self._sweep_for(0 if isinstance(event, Cleared) else len(event.hashes))
         return first
 
-    def apply_all(self, worker: str, events: Sequence[KvEvent]) -> list[int | None]:
-        """The same as `apply` of one after the other; faster where small events follow one another."""
-        view = self._views[worker]
-        firsts: list[int | None] = []
-        while len(firsts) < len(events):
-            alike = self._alike(view, events, len(firsts))
-            if len(alike.stores) < _FEW:
-                several = alike.events or events[len(firsts) : len(firsts) + 1]
-                firsts += [self.apply(worker, event) for event in several]
-            else:
-                firsts += self._apply_alike(view, alike)
-        return firsts
-
-    def _alike(self, view: _View, events: Sequence[KvEvent], start: int) -> _Alike:
-        """As many of the next events as are small, of the device, and remove nothing that one of them stores."""
-        alike = _Alike()
-        told, size, ahead = alike.told, self.family.block_size, self.family.lookahead
-        followed = view.groups.get(Tier.DEVICE)
-        for event in itertools.islice(events, start, None):
-            if not isinstance(event, Stored | Removed) or event.tier is not Tier.DEVICE:
-                break
-            hashes = event.hashes
-            if event.group != followed and event.group is not None:
-                break
-            if isinstance(event, Removed):
-                if told and not told.isdisjoint(hashes):
-                    break
-                alike.removals.extend(hashes)
-            else:
-                if event.block_size != size or not 0 < len(hashes) < _MANY or event.lookahead != ahead:
-                    break
-                told.update(hashes)
-                alike.stores.append(event)
-            alike.events.append(event)
-        return alike
-
-    def _apply_alike(self, view: _View, alike: _Alike) -> list[int | None]:
+    def take(self, worker: str, bundle: Bundle) -> list[int | None]:
+        """Takes in many small events at once; our hash of the first block of each run, where it has its place."""
+        view, family = self._views[worker], self.family
+        if bundle.group is not None:
+            followed = view.groups.setdefault(Tier.DEVICE, bundle.group) == bundle.group
+        else:
+            followed = True
+        if not followed or bundle.block_size != family.block_size or family.lookahead:
+            firsts = [(event, self.apply(worker, event)) for event in bundle.events()]
+            return [first for event, first in firsts if isinstance(event, Stored)]
         holder = self._holder_for(view, Tier.DEVICE)
-        if alike.removals:
-            self._let_go(holder, alike.removals)
-        chained: list[int | None] = [*self._store_few(view, holder, alike.stores)]  # of each store the first block
-        chained += [self._store(view, event) for event in alike.stores[len(chained) :]]
-        self._sweep_for(len(alike.told) + len(alike.removals))
-        firsts = iter(chained)
-        return [next(firsts) if isinstance(event, Stored) else None for event in alike.events]
+        if bundle.removed:
+            self._let_go(holder, bundle.removed)
+        chained: list[int | None] = [*self._store_few(view, holder, bundle)]
+        chained += [self._store(view, run) for run in bundle.runs(len(chained))]
+        self._sweep_for(len(bundle.hashes) + len(bundle.removed))
+        return chained
 
-    def _store_few(self, view: _View, holder: _Holder, stores: Sequence[Stored]) -> list[int]:
-        """Takes in small stores up to one that orphans have waited for, or before one whose parent is not known.
+    def _store_few(self, view: _View, holder: _Holder, bundle: Bundle) -> list[int]:
+        """Takes in runs up to one that orphans have waited for, or before one whose parent is not known.
 
         Returns our hash of the first block of each.
         """
-        size = self.family.block_size
-        ahead = None if not self.family.lookahead else np.concatenate([event.ahead for event in stores])
-        contents = self._hasher.contents(np.concatenate([event.tokens for event in stores]), size, None, ahead).tolist()
-        names: list[int] = []
+        hashes, hasher = bundle.hashes, self._hasher
+        contents = hasher.contents(bundle.tokens, bundle.block_size).tolist()
         ours: list[int] = []
         firsts: list[int] = []
-        here: dict[int, int] = {}
+        here: dict[int, int] = {}  # of this bundle's own
         awaited = [one.orphans.keys() for one in self._readable(view) if one.orphans] if self._parked else []
-        for event, parent in zip(stores, self._parents(holder, stores), strict=True):
-            before = self._hasher.root if event.parent is None else here.get(event.parent, parent)
+        start = 0
+        for parent, blocks, known in zip(bundle.parents, bundle.lengths, self._known(holder, bundle), strict=True):
+            before = hasher.root if parent is None else here.get(parent, known)
             if before is None:
-                assert event.parent is not None, "a prompt's first block has the root for a parent"
-                before = self._resolve(view, event.parent)
+                assert parent is not None, "a prompt's first block has the root for a parent"
+                before = self._resolve(view, parent)
             if before is None:
                 break
-            blocks = contents[len(ours) : len(ours) + len(event.hashes)]
-            digests = self._digests(event, 1)
-            if digests is not None:
-                blocks = [content ^ digest for content, digest in zip(blocks, digests, strict=True)]
-            linked = self._hasher.link_few(before, blocks)
-            here.update(zip(event.hashes, linked, strict=True))
-            firsts.append(linked[0])
-            names += event.hashes
-            ours += linked
-            if any(not orphans.isdisjoint(event.hashes) for orphans in awaited):
+            if blocks == 1:
+                before = hasher.link_one(before, contents[start])
+                here[hashes[start]] = before
+                firsts.append(before)
+                ours.append(before)
+            else:
+                linked = hasher.link_few(before, contents[start : start + blocks])
+                here.update(zip(hashes[start : start + blocks], linked, strict=True))
+                firsts.append(linked[0])
+                ours += linked
+            end = start + blocks
+            if awaited and any(not orphans.isdisjoint(hashes[start:end]) for orphans in awaited):
                 break
+            start = end
+        names = hashes if len(ours) == len(hashes) else hashes[: len(ours)]
         if len(names) < _MANY or not self._hold_many(holder, np.array(names, np.uint64), np.array(ours, np.uint64)):
             self._hold_few(holder, names, ours)
-        self._adopt(view, names)
+        if self._parked:
+            self._adopt(view, names)
         self._shed(holder)
         return firsts
 
-    def _parents(self, holder: _Holder, stores: Sequence[Stored]) -> list[int | None]:
-        """What the device's names stand for that the stores go on from; None where there is no such name, or none."""
+    @staticmethod
+    def _known(holder: _Holder, bundle: Bundle) -> list[int | None]:
+        """What the device's names stand for that the runs go on from; None where there is no such name, or none."""
         ours = holder.names.views[NameTable.OURS]
-        slots = holder.names.find_few([event.parent or 0 for event in stores])
+        slots = holder.names.find_few([parent or 0 for parent in bundle.parents])
         return [ours[at] if at >= 0 else None for at in slots]
 
     def _store(self, view: _View, event: Stored, before: int | None = None) -> int | None:
@@ -472,27 +440,15 @@ class CacheIndex:
 
     def _hold_few(self, holder: _Holder, names: Sequence[int], ours: Sequence[int]) -> None:
         """What `_hold_one` does, for each of them."""
-        first = holder.tick(len(names))
-        claimed = holder.names.claim_few(names, NameTable.BORN, range(first, first + len(names)))
-        theirs_to_ours = holder.names.views[NameTable.OURS]
-        new: list[int] = []
-        known: list[int] = []
-        for place, at in enumerate(claimed):
-            if at >= 0:
-                theirs_to_ours[at] = ours[place]
-                new.append(ours[place])
-            else:
-                known.append(place)
+        known = holder.names.enter_few(names, ours, holder.tick(len(names)))
+        if known:
+            places = set(known)
+            new: Sequence[int] = [our for place, our in enumerate(ours) if place not in places]
+        else:
+            new = ours
         holder.held += len(new)
-        word, mask = holder.bit >> 6, 1 << (holder.bit & 63)
-        claimed = self._holders.claim_few(new, word, [mask] * len(new))
-        masks = self._holders.views[word]
-        for our, at in zip(new, claimed, strict=True):
-            if at < 0:
-                if masks[~at] & mask:
-                    holder.more_names[our] = holder.more_names.get(our, 0) + 1
-                else:
-                    masks[~at] |= mask
+        for our in self._holders.mark_few(new, holder.bit >> 6, 1 << (holder.bit & 63)):
+            holder.more_names[our] = holder.more_names.get(our, 0) + 1
         for place in known:
             self._hold_one(holder, names[place], ours[place])
 
@@ -544,14 +500,9 @@ class CacheIndex:
 
     def _remove_few(self, holder: _Holder, hashes: Sequence[int]) -> None:
         """What `_remove_one` does, for each of them; none has a second copy."""
-        theirs_to_ours, born = holder.names.views
-        ours = []
-        for theirs, at in zip(hashes, holder.names.find_few(hashes), strict=True):
-            if at >= 0 and born[at]:
-                born[at] = 0
-                ours.append(theirs_to_ours[at])
-            else:
-                self._remove_unheld(holder, theirs)
+        ours, unheld = holder.names.let_go_of_few(hashes)
+        for theirs in unheld:
+            self._remove_unheld(holder, theirs)
         holder.held -= len(ours)
         self._release_few(holder, ours)
 
@@ -610,9 +561,7 @@ class CacheIndex:
             for one in ours:
                 self._release_one(holder, one)
             return
-        masks, rest = self._holders.views[holder.bit >> 6], ~(1 << (holder.bit & 63)) & _MASK
-        for at in self._holders.find_few(ours):
-            masks[at] &= rest
+        self._holders.unmark_few(ours, holder.bit >> 6, 1 << (holder.bit & 63))
 
     def _release_one(self, holder: _Holder, ours: int) -> None:
         if holder.more_names:

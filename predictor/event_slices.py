@@ -1,4 +1,7 @@
-"""Long events cut into short ones that say the same: what applies them lets others have their turn in between."""
+"""Long events cut into short ones that say the same: what applies them lets others have their turn in between.
+
+Bundles are short already, and stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
-from predictor.kv_events import Cleared, KvEvent, Named, Removed, Stored
+from predictor.kv_events import Bundle, Cleared, KvEvent, Named, Removed, Stored
 
 
 def slices(events: Iterable[KvEvent], most_blocks: int) -> Iterator[KvEvent]:
@@ -27,6 +30,8 @@ def groups_of(events: Iterable[KvEvent], most_blocks: int) -> Iterator[tuple[KvE
     blocks = 0
     for event in events:
         size = 1 if isinstance(event, Cleared) else len(event.hashes)
+        if isinstance(event, Bundle):
+            size += len(event.removed)
         if group and blocks + size > most_blocks:
             yield tuple(group)
             group, blocks = [], 0

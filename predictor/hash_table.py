@@ -9,7 +9,7 @@ keys: numpy's calls cost more than a handful of keys is worth.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +36,6 @@ _STAND_IN = 0xD1B54A32D192ED03  # key 0 marks a slot that was never used
 _U_MIX, _U_32, _U_OFFSETS, _U_BITS = np.uint64(_MIX), np.uint64(32), np.uint64(_OFFSETS), np.uint64(_SEGMENT_BITS)
 
 
-class Lookup(Protocol):
-    def __getitem__(self, at: int, /) -> object: ...
-
-
 class HashTable:
     """Base of tables whose subclass says which of its columns make an entry live.
 
@@ -63,10 +59,6 @@ class HashTable:
         raise NotImplementedError
 
     def _live_one(self, at: int) -> bool:
-        raise NotImplementedError
-
-    def _live_lookup(self) -> Lookup:
-        """True at the slots that are live; a column itself where one tells, which is read without a call."""
         raise NotImplementedError
 
     # Looking up
@@ -128,52 +120,6 @@ class HashTable:
         return slots
 
     # Inserting
-
-    def claim_few(self, keys: Sequence[int], column: int, values: Sequence[int]) -> list[int]:
-        """Enters those of a hundred keys or less that are not live, with a value in one column; the slot of each.
-
-        As ~slot where the key was live before: that entry is left as it is. A value must make its entry live. Other
-        columns of an entry are the caller's to fill: they are zero, or a dead entry's.
-        """
-        slots = self._claim(keys, column, values)
-        if len(slots) == len(keys):
-            return slots
-        live = [slot < 0 for slot in slots]
-        while len(live) < len(keys):
-            key = keys[len(live)] or _STAND_IN
-            self._relieve(self._base_of(((key ^ (key >> 32)) * _MIX) & _MASK) >> _SEGMENT_BITS)
-            live += [slot < 0 for slot in self._claim(keys[len(live) :], column, values[len(live) :])]
-        return [~slot if before else slot for slot, before in zip(self.find_few(keys), live, strict=True)]
-
-    def _claim(self, keys: Sequence[int], column: int, values: Sequence[int]) -> list[int]:
-        """As many of the first keys as there is room for."""
-        live = self._live_lookup()
-        table, directory, shift = self._key_view, self._directory_view, 64 - self._depth
-        used, view = self._used_view, self.views[column]
-        slots: list[int] = []
-        for given, value in zip(keys, values, strict=True):
-            key = given or _STAND_IN
-            mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
-            base, offset, step, open_at = directory[mixed >> shift], (mixed >> 32) & _OFFSETS, 0, -1
-            while (found := table[at := base + offset]) != key and found:
-                if open_at < 0 and not live[at]:
-                    open_at = at
-                step += 1
-                offset = (offset + step) & _OFFSETS
-            if found:
-                if live[at]:
-                    slots.append(~at)
-                    continue
-            elif open_at >= 0:
-                at = open_at
-            elif used[base >> _SEGMENT_BITS] < _FULL:
-                used[base >> _SEGMENT_BITS] += 1
-            else:
-                break
-            table[at] = key
-            view[at] = value
-            slots.append(at)
-        return slots
 
     def insert(self, keys: Keys, *values: npt.ArrayLike) -> None:
         """Enters keys that are absent and distinct, with a value (or an array of them) a column.
@@ -254,6 +200,10 @@ class HashTable:
                 return
             for segment in over.tolist():
                 self._relieve(segment, int(incoming[segment] - self._used[segment]))
+
+    def _make_room_for_one(self, key: int) -> None:
+        key = key or _STAND_IN
+        self._relieve(self._base_of(((key ^ (key >> 32)) * _MIX) & _MASK) >> _SEGMENT_BITS)
 
     def _relieve(self, segment: int, incoming: int = 1) -> None:
         """Cleans a full segment of its dead entries, and splits it if that is not enough."""
@@ -374,8 +324,68 @@ class NameTable(HashTable):
     def _live_one(self, at: int) -> bool:
         return self.views[1][at] != 0
 
-    def _live_lookup(self) -> Lookup:
-        return self.views[self.BORN]
+    # A hundred names or less: loops of their own, since a call for each key costs more than what is done with it.
+
+    def enter_few(self, names: Sequence[int], ours: Sequence[int], first_born: int) -> list[int]:
+        """Enters those that are not live, born one after the other; the places among `names` of those that are."""
+        live: list[int] = []
+        done = self._enter(names, ours, first_born, 0, live)
+        while done < len(names):
+            self._make_room_for_one(names[done])
+            done = self._enter(names, ours, first_born, done, live)
+        return live
+
+    def _enter(self, names: Sequence[int], ours: Sequence[int], first_born: int, start: int, live: list[int]) -> int:
+        """The same from `start` on, as far as there is room."""
+        table, directory, shift, used = self._key_view, self._directory_view, 64 - self._depth, self._used_view
+        ours_view, born_view = self.views
+        for place, name in enumerate(names[start:] if start else names, start):
+            key = name or _STAND_IN
+            mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
+            base, offset, open_at = directory[mixed >> shift], (mixed >> 32) & _OFFSETS, -1
+            found = table[at := base + offset]
+            if found and found != key:
+                step = 0
+                while found and found != key:
+                    if open_at < 0 and not born_view[at]:
+                        open_at = at
+                    step += 1
+                    offset = (offset + step) & _OFFSETS
+                    found = table[at := base + offset]
+            if found:
+                if born_view[at]:
+                    live.append(place)
+                    continue
+            elif open_at >= 0:
+                at = open_at
+            elif used[base >> _SEGMENT_BITS] < _FULL:
+                used[base >> _SEGMENT_BITS] += 1
+            else:
+                return place
+            table[at] = key
+            ours_view[at] = ours[place]
+            born_view[at] = first_born + place
+        return len(names)
+
+    def let_go_of_few(self, names: Sequence[int]) -> tuple[list[int], list[int]]:
+        """What those that are live stood for, which they are not from now on; and the others."""
+        table, directory, shift = self._key_view, self._directory_view, 64 - self._depth
+        ours_view, born_view = self.views
+        ours: list[int] = []
+        others: list[int] = []
+        for name in names:
+            key = name or _STAND_IN
+            mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
+            base, offset, step = directory[mixed >> shift], (mixed >> 32) & _OFFSETS, 0
+            while (found := table[at := base + offset]) != key and found:
+                step += 1
+                offset = (offset + step) & _OFFSETS
+            if found and born_view[at]:
+                born_view[at] = 0
+                ours.append(ours_view[at])
+            else:
+                others.append(name)
+        return ours, others
 
 
 class HolderTable(HashTable):
@@ -393,15 +403,56 @@ class HolderTable(HashTable):
     def _live_one(self, at: int) -> bool:
         return self.views[0][at] != 0 or any(view[at] for view in self.views[1:])
 
-    def _live_lookup(self) -> Lookup:
-        return self.views[0] if len(self.views) == 1 else _LiveInAny(self)
+    # A hundred blocks or less, as above.
 
+    def mark_few(self, ours: Sequence[int], word: int, mask: int) -> list[int]:
+        """Sets a bit of each, entering those that nobody holds; those that had it already."""
+        marked: list[int] = []
+        done = self._mark(ours, word, mask, 0, marked)
+        while done < len(ours):
+            self._make_room_for_one(ours[done])
+            done = self._mark(ours, word, mask, done, marked)
+        return marked
 
-class _LiveInAny:
-    """Of a table of holders with several columns."""
+    def _mark(self, ours: Sequence[int], word: int, mask: int, start: int, marked: list[int]) -> int:
+        """The same from `start` on, as far as there is room."""
+        table, directory, shift, used = self._key_view, self._directory_view, 64 - self._depth, self._used_view
+        masks, alone = self.views[word], len(self.views) == 1
+        for place in range(start, len(ours)):
+            key = ours[place] or _STAND_IN
+            mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
+            base, offset, step, open_at = directory[mixed >> shift], (mixed >> 32) & _OFFSETS, 0, -1
+            while (found := table[at := base + offset]) != key and found:
+                if open_at < 0 and not (masks[at] if alone else self._live_one(at)):
+                    open_at = at
+                step += 1
+                offset = (offset + step) & _OFFSETS
+            if found:
+                if (held := masks[at]) & mask:
+                    marked.append(ours[place])
+                else:
+                    masks[at] = held | mask
+                continue
+            if open_at >= 0:
+                at = open_at
+            elif used[base >> _SEGMENT_BITS] < _FULL:
+                used[base >> _SEGMENT_BITS] += 1
+            else:
+                return place
+            table[at] = key
+            masks[at] = mask
+        return len(ours)
 
-    def __init__(self, table: HolderTable) -> None:
-        self._table = table
-
-    def __getitem__(self, at: int) -> bool:
-        return self._table._live_one(at)
+    def unmark_few(self, ours: Sequence[int], word: int, mask: int) -> None:
+        """Takes a bit from each of those that are there."""
+        table, directory, shift = self._key_view, self._directory_view, 64 - self._depth
+        masks, rest = self.views[word], ~mask & _MASK
+        for our in ours:
+            key = our or _STAND_IN
+            mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
+            base, offset, step = directory[mixed >> shift], (mixed >> 32) & _OFFSETS, 0
+            while (found := table[at := base + offset]) != key and found:
+                step += 1
+                offset = (offset + step) & _OFFSETS
+            if found:
+                masks[at] &= rest

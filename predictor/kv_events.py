@@ -37,6 +37,8 @@ _OTHER_KINDS = frozenset({
 })  # fmt: skip
 _MASK = (1 << 64) - 1
 _PIECE_BYTES = 1 << 17
+# A small event has so many blocks; a bundle takes so many events or more, and about so many blocks.
+_MOST_SMALL, _FEWEST_BUNDLED, _MOST_BUNDLED = 64, 4, 512
 _NO_FIELDS: Mapping[str, object] = {}
 _Place = tuple[object, object, object]
 
@@ -98,7 +100,37 @@ class Cleared(msgspec.Struct, frozen=True):
     """The engine dropped its whole prefix cache."""
 
 
-KvEvent = Stored | Named | Removed | Cleared
+class Bundle(msgspec.Struct, frozen=True, eq=False):
+    """Many small events of a device that say the same in any order but this: its removals, then its stored runs.
+
+    As decoding makes them, a block each: without adapter, salt or whatever else is in a block's identity.
+    """
+
+    removed: list[int]
+    hashes: list[int]  # of all runs, one after the other
+    lengths: list[int]  # of each run, in blocks
+    parents: list[int | None]  # of each run
+    tokens: Tokens  # of all runs
+    block_size: int
+    group: int | None = None
+
+    def events(self) -> Iterator[Stored | Removed]:
+        """The same as events of their own."""
+        if self.removed:
+            yield Removed(tuple(self.removed), Tier.DEVICE, self.group)
+        yield from self.runs()
+
+    def runs(self, start: int = 0) -> Iterator[Stored]:
+        """The stored runs, but for the first so many."""
+        first = sum(self.lengths[:start])
+        for parent, blocks in zip(self.parents[start:], self.lengths[start:], strict=True):
+            end, size = first + blocks, self.block_size
+            tokens = self.tokens[first * size : end * size]
+            yield Stored(tuple(self.hashes[first:end]), parent, tokens, size, Tier.DEVICE, None, None, self.group)
+            first = end
+
+
+KvEvent = Stored | Named | Removed | Cleared | Bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +163,13 @@ def decode_batch(payload: bytes) -> Batch:
 def decode_pieces(payload: bytes, most_events: int) -> Iterator[Batch]:
     """The same, at most so many events at a time, and fewer of long ones, for who must not be kept long.
 
-    Raises MalformedBatch at once, and never while the pieces are taken.
+    Small events that follow one another come as bundles. Raises MalformedBatch at once, and never while the pieces are
+    taken.
     """
     if len(payload) <= _PIECE_BYTES:
         timestamp_s, items, rank = _unpack(payload)
         cut = (items[start : start + most_events] for start in range(0, len(items), most_events))
-        return (_read(timestamp_s, piece, rank) for piece in cut)
+        return (_read(timestamp_s, _bundled(piece), rank) for piece in cut)
     try:
         outline = _OUTLINE.decode(payload)
     except _UNREADABLE:
@@ -144,7 +177,7 @@ def decode_pieces(payload: bytes, most_events: int) -> Iterator[Batch]:
         events = max(1, min(most_events, _PIECE_BYTES * len(items) // len(payload)))
         return (_read(timestamp_s, items[start : start + events], rank) for start in range(0, len(items), events))
     return (
-        _read(outline.timestamp_s, [_unpacked(item) for item in piece], outline.rank)
+        _read(outline.timestamp_s, _bundled([_unpacked(item) for item in piece]), outline.rank)
         for piece in _short_pieces(outline.events, most_events)
     )
 
@@ -251,6 +284,10 @@ def _read(timestamp_s: float | None, items: Sequence[object], rank: int | None) 
     more: list[Sequence[int]] = []
     place: _Place | None = None  # of the removal before, as it stands there
     for item in items:
+        if isinstance(item, (Bundle, Removed)):
+            place = None
+            events.append(item)
+            continue
         if type(item) is _PlainStored and (event := _at_a_glance(item)) is not None:
             place = None
             events.append(event)
@@ -276,6 +313,83 @@ def _read(timestamp_s: float | None, items: Sequence[object], rank: int | None) 
             assert isinstance(first, Removed)
             events[at] = Removed(tuple(itertools.chain(first.hashes, *others)), first.tier, first.group)
     return Batch(timestamp_s, tuple(events), rank, skipped)
+
+
+def _bundled(items: Sequence[object]) -> Sequence[object]:
+    """The same, with small events that follow one another read already, and told as one."""
+    if len(items) < _FEWEST_BUNDLED:
+        return items
+    told: list[object] = []
+    start = 0
+    while start < len(items):
+        event, end = _bundle(items, start)
+        if event is not None:
+            told.append(event)
+        else:
+            told.extend(items[start:end])
+        start = end
+    return told
+
+
+def _bundle(items: Sequence[object], start: int) -> tuple[Bundle | Removed | None, int]:
+    """As many of the next as are plain and small, and where they end; None: they are few, or have to be looked at."""
+    hashes: list[int] = []
+    removed: list[int] = []
+    lengths: list[int] = []
+    parents: list[int | None] = []
+    ids: list[int] = []
+    size = 0
+    first = items[start]
+    group = first.group_idx if isinstance(first, (_PlainStored, _PlainRemoved)) else None
+    end = start
+    for item in itertools.islice(items, start, None):
+        if type(item) is _PlainStored:
+            told, keys, parent = item.block_hashes, item.extra_keys, item.parent_block_hash
+            blocks = len(told)
+            if (
+                not 0 < blocks <= _MOST_SMALL
+                or not (item.lora_id is None is item.lora_name)
+                or not (item.cache_salt is None is item.lookahead_token_ids)
+                or (keys is not None and not len(keys) == keys.count(None) == blocks)
+                or (parent is not None and parent <= 0)
+                or item.block_size != (size or item.block_size)
+                or len(item.token_ids) != blocks * item.block_size
+                or item.group_idx != group
+                or not (item.medium == "GPU" or item.medium is None)
+                or not (item.kv_cache_spec_kind is None or item.kv_cache_spec_kind in _PREFIX_KINDS)
+            ):
+                break
+            size = item.block_size
+            hashes += told
+            lengths.append(blocks)
+            parents.append(parent)
+            ids += item.token_ids
+        elif type(item) is _PlainRemoved:
+            if (
+                item.group_idx != group
+                or item.kv_cache_spec_kind is not None
+                or not (item.medium == "GPU" or item.medium is None)
+            ):
+                break
+            removed += item.block_hashes
+        else:
+            break
+        end += 1
+        if len(hashes) + len(removed) >= _MOST_BUNDLED:
+            break
+    if end - start < _FEWEST_BUNDLED or 0 < len(lengths) < _FEWEST_BUNDLED:
+        return None, max(end, start + 1)
+    try:
+        array("Q", hashes)
+        array("Q", removed)
+        tokens = np.frombuffer(array("I", ids), np.uint32)
+    except OverflowError:
+        return None, end
+    if not lengths:
+        return Removed(tuple(removed), Tier.DEVICE, group), end
+    if not 0 < size <= MAX_BLOCK_SIZE or not set(hashes).isdisjoint(removed):
+        return None, end
+    return Bundle(removed, hashes, lengths, parents, tokens, size, group), end
 
 
 def _at_a_glance(item: _PlainStored) -> Stored | None:

@@ -12,7 +12,7 @@ import numpy as np
 from predictor.cache_index import CacheIndex, TierCaps, TieredRun
 from predictor.engines.reuse import ReuseRule
 from predictor.first_stored import FirstStored
-from predictor.kv_events import Batch, KvEvent, Stored, Tier
+from predictor.kv_events import Batch, Bundle, Stored, Tier
 from predictor.prefixes_ahead import PrefixesAhead
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
 from predictor.reuse_correction import ReuseCorrection
@@ -123,24 +123,29 @@ class PoolCache:
         cache = self._caches[worker]
         if batch.events:
             cache.view.announced()
-        firsts: list[int | None] = []
-        for together in self._by_family(worker, cache, batch.events):
-            index = self._indexes[cache.family]
-            if any(isinstance(event, Stored) and event.adrift for event in together):
-                firsts += [index.apply(worker, event, self._before(cache, event)) for event in together]
+        runs: list[StoredRun] = []
+        for event in batch.events:
+            if isinstance(event, Bundle):
+                self._look_at_family(worker, cache, HashFamily(event.block_size), False, len(event.lengths))
+                runs += _runs_of(event, self._indexes[cache.family].take(worker, event))
+            elif not isinstance(event, Stored):
+                self._indexes[cache.family].apply(worker, event)
             else:
-                firsts += index.apply_all(worker, together)
-        runs = []
-        for event, first in zip(batch.events, firsts, strict=True):
-            if isinstance(event, Stored) and event.tier is Tier.DEVICE and event.hashes:
-                runs.append(StoredRun(first, event.parent, event.hashes[-1], len(event.hashes)))
-                if first is not None and cache.first_stored.waiting:
-                    cache.first_stored.stored(first, len(event.hashes))
+                on_device = event.tier is Tier.DEVICE
+                if on_device:
+                    self._look_at_family(worker, cache, HashFamily(event.block_size, event.lookahead), event.pairs)
+                first = self._indexes[cache.family].apply(worker, event, self._before(cache, event))
+                if on_device and event.hashes:
+                    runs.append(StoredRun(first, event.parent, event.hashes[-1], len(event.hashes)))
+        if cache.first_stored.waiting:
+            for run in runs:
+                if run.first is not None:
+                    cache.first_stored.stored(run.first, run.blocks)
         return runs
 
-    def _before(self, cache: _Cache, event: KvEvent) -> int | None:
+    def _before(self, cache: _Cache, event: Stored) -> int | None:
         """What stands before blocks that are adrift: they were stored for a request that is in flight."""
-        if not isinstance(event, Stored) or not event.adrift or event.block_size % cache.family.block_size:
+        if not event.adrift or event.block_size % cache.family.block_size:
             return None
         contents = self._hasher.contents(event.tokens, cache.family.block_size)
         for hashes in cache.ahead.newest():
@@ -149,26 +154,15 @@ class PoolCache:
                 return before
         return None
 
-    def _by_family(self, worker: str, cache: _Cache, events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
-        """Events for which the worker's family is the same, each after what they show of it was looked at."""
-        begun = 0
-        for at, event in enumerate(events):
-            if isinstance(event, Stored) and event.tier is Tier.DEVICE:
-                if event.block_size == cache.family.block_size and event.lookahead == cache.family.lookahead:
-                    cache.strangers = 0
-                    continue
-                yield events[begun:at]
-                begun = at
-                self._look_at_family(worker, cache, event)
-        yield events[begun:]
-
-    def _look_at_family(self, worker: str, cache: _Cache, event: Stored) -> None:
-        """The event is of another: events show how an engine hashes better than any list of its options does."""
-        shown = HashFamily(event.block_size, event.lookahead)
-        cache.strangers += 1
+    def _look_at_family(self, worker: str, cache: _Cache, shown: HashFamily, pairs: bool, stores: int = 1) -> None:
+        """So many stores show how an engine hashes, better than any list of its options does."""
+        if shown == cache.family:
+            cache.strangers = 0
+            return
+        cache.strangers += stores
         if cache.strangers >= _STRANGERS or not self._indexes[cache.family].blocks(worker):
             self._move(worker, cache, shown)
-            cache.rule = cache.spec.rule.with_blocks_seen(shown.lookahead, event.pairs)
+            cache.rule = cache.spec.rule.with_blocks_seen(shown.lookahead, pairs)
 
     # Requests
 
@@ -301,6 +295,13 @@ class PoolCache:
         self._leave_index(worker, cache)
         cache.family, cache.strangers = family, 0
         self._enter(worker, cache)
+
+
+def _runs_of(bundle: Bundle, firsts: Sequence[int | None]) -> Iterator[StoredRun]:
+    end = 0
+    for first, parent, blocks in zip(firsts, bundle.parents, bundle.lengths, strict=True):
+        end += blocks
+        yield StoredRun(first, parent, bundle.hashes[end - 1], blocks)
 
 
 def _first_blocks(run: TieredRun, blocks: int) -> TieredRun:

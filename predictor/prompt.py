@@ -165,6 +165,10 @@ class BlockHasher:
             chained.append(parent)
         return chained
 
+    def link_one(self, parent: int, content: int) -> int:
+        """The same for a single block."""
+        return (parent * self._factor + content) & _MASK
+
     def before(self, contents: BlockHashes, hashes: BlockHashes) -> int | None:
         """What stands before blocks of such contents in a prompt with such chained hashes; None if they are not in it.
 

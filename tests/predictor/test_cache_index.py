@@ -5,6 +5,7 @@ import tracemalloc
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from predictor import cache_index
 from predictor.cache_index import CacheIndex, TierCaps, TieredRun
-from predictor.kv_events import Cleared, Named, Removed, Stored, Tier
+from predictor.kv_events import Bundle, Cleared, Named, Removed, Stored, Tier, decode_batch, decode_pieces
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, as_tokens
 
 BLOCK_SIZE = 2
@@ -732,34 +733,98 @@ small_events = st.integers(0, 20).flatmap(
 )
 
 
+# As many in a row as make a bundle.
+plain_stores = st.builds(
+    lambda names, parent: store(names, [token for name in names for token in (name, 0)], parent),
+    st.lists(st.integers(1, 9), min_size=1, max_size=2),
+    st.none() | st.integers(1, 9),
+)
+plain_removals = st.builds(lambda name: removal(name), st.integers(1, 9))
+mostly_plain = st.integers(0, 12).flatmap(
+    lambda kind: plain_stores if kind < 8 else plain_removals if kind < 12 else small_events
+)
+
+
+def wire(event: Stored | Removed | Named | Cleared) -> dict[str, object]:
+    """As an engine publishes it."""
+    if isinstance(event, Cleared):
+        return {"type": "AllBlocksCleared"}
+    kind = "BlockRemoved" if isinstance(event, Removed) else "BlockStored"
+    medium = "GPU" if event.tier is Tier.DEVICE else "CPU"
+    told: dict[str, object] = {
+        "type": kind,
+        "block_hashes": list(event.hashes),
+        "medium": medium,
+        "group_idx": event.group,
+    }
+    if isinstance(event, Named):
+        told |= {"token_ids": [], "block_size": 0, "parent_block_hash": None}
+    elif isinstance(event, Stored):
+        adapter = () if event.lora_name is None else (event.lora_name,)
+        keys = event.extra_keys or ((),) * len(event.hashes)
+        told |= {
+            "parent_block_hash": event.parent,
+            "token_ids": event.tokens.tolist(),
+            "block_size": event.block_size,
+            "lora_name": event.lora_name,
+            "extra_keys": [[*adapter, *entry] or None for entry in keys],
+        }
+    return told
+
+
 @settings(max_examples=400, deadline=None)
 @given(
-    st.lists(small_events, min_size=4, max_size=30),
+    st.lists(small_events | mostly_plain, min_size=4, max_size=30) | st.lists(mostly_plain, min_size=4, max_size=30),
     st.sampled_from([1, 65]),
     st.integers(4, 30),
-    st.sampled_from([3, 128]),
+    st.sampled_from([3, 192]),
 )
-def test_an_index_cannot_tell_events_taken_in_together_from_one_after_the_other(
-    events: list[Stored | Removed | Named | Cleared], bits: int, at_once: int, many: int
+def test_an_index_cannot_tell_bundles_from_one_event_after_the_other(
+    events: list[Stored | Removed | Named | Cleared], bits: int, most: int, many: int
 ) -> None:
-    one_by_one, together = CacheIndex(hasher(), FAMILY), CacheIndex(hasher(), FAMILY)
-    for index in (one_by_one, together):
+    payload = msgspec.msgpack.encode([0.0, [wire(event) for event in events], 0])
+    one_by_one, bundled = CacheIndex(hasher(), FAMILY), CacheIndex(hasher(), FAMILY)
+    for index in (one_by_one, bundled):
         for number in range(bits):
             index.add(str(number))
-            index.apply(str(number), store([100 + number], [number, number]))
+            index.apply(str(number), store([100 + number], [number, number], group=0))
     worker = str(bits - 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_index, "_MANY", many)
-        patch.setattr(cache_index, "_FEW", 1)
-        firsts = [one_by_one.apply(worker, event) for event in events]
-        taken = [
-            first
-            for start in range(0, len(events), at_once)
-            for first in together.apply_all(worker, events[start : start + at_once])
-        ]
-    assert taken == firsts
-    assert contents_of(together, worker) == contents_of(one_by_one, worker)
-    assert len(together) == len(one_by_one)
+        told = [(event, one_by_one.apply(worker, event)) for event in decode_batch(payload).events]
+        firsts: list[int | None] = []
+        for piece in decode_pieces(payload, most):
+            for event in piece.events:
+                if isinstance(event, Bundle):
+                    firsts += bundled.take(worker, event)
+                else:
+                    first = bundled.apply(worker, event)
+                    firsts += [first] if isinstance(event, Stored) else []
+    assert firsts == [first for event, first in told if isinstance(event, Stored)]
+    assert contents_of(bundled, worker) == contents_of(one_by_one, worker)
+    assert len(bundled) == len(one_by_one)
+
+
+def test_the_first_bundle_of_an_engine_with_groups_says_which_one_is_followed() -> None:
+    index = index_of("a")
+    runs = [wire(store([number], [number, number], group=1)) for number in range(1, 6)]
+    payload = msgspec.msgpack.encode([0.0, [*runs, wire(removal(99, group=1))], 0])
+    (batch,) = decode_pieces(payload, 100)
+    (bundle,) = batch.events
+    assert isinstance(bundle, Bundle)
+    index.apply("a", bundle)
+    assert (index.blocks("a"), +index.skipped) == (5, {"unknown_removal": 1})
+    index.apply("a", store([7], [7, 7], group=0))
+    assert (index.blocks("a"), index.skipped["other_group"]) == (5, 1)
+
+
+def test_a_bundle_of_other_blocks_than_the_index_has_is_counted_run_by_run() -> None:
+    index = index_of("a")
+    runs = [store([number], [number] * 4, block_size=4) for number in range(1, 6)]
+    payload = msgspec.msgpack.encode([0.0, [wire(event) for event in runs], 0])
+    (batch,) = decode_pieces(payload, 100)
+    index.apply("a", batch.events[0])
+    assert (index.blocks("a"), index.skipped) == (0, {"block_size": 5})
 
 
 def test_births_are_renumbered_before_they_overflow() -> None:

@@ -27,6 +27,7 @@ STEPS = st.lists(
     st.tuples(st.just("one"), KEYS, st.integers(0, 2**64 - 1))
     | st.tuples(st.just("few"), st.lists(KEYS, unique=True, max_size=60), st.integers(0, 2**64 - 1))
     | st.tuples(st.just("many"), st.lists(KEYS, unique=True, max_size=60), st.integers(0, 2**64 - 1))
+    | st.tuples(st.just("let go of few"), st.lists(KEYS, unique=True, max_size=60), st.none())
     | st.tuples(st.just("let go"), st.lists(KEYS, unique=True, max_size=60), st.none()),
     max_size=40,
 )
@@ -44,13 +45,15 @@ def test_a_table_finds_what_was_entered_and_what_was_let_go_of_is_dead(steps: li
             continue
         assert isinstance(told, list)
         if verb == "few":
-            live = [key in twin for key in told]
-            claimed = table.claim_few(told, NameTable.BORN, [1] * len(told))
-            assert [slot < 0 for slot in claimed] == live
-            for at in claimed:
-                table.views[NameTable.OURS][at if at >= 0 else ~at] = ours
-            assert table.find_few(told) == [at if at >= 0 else ~at for at in claimed]
-            twin |= dict.fromkeys(told, ours)
+            assert [told[place] for place in table.enter_few(told, [ours] * len(told), 1)] == [
+                key for key in told if key in twin
+            ]
+            twin = dict.fromkeys(told, ours) | twin
+            continue
+        if verb == "let go of few":
+            known = [key for key in told if key in twin]
+            were, others = table.let_go_of_few(told)
+            assert (were, others) == ([twin.pop(key) for key in known], [key for key in told if key not in known])
             continue
         keys = np.array(told, np.uint64)
         slots = table.find(keys)
@@ -88,9 +91,7 @@ def test_a_table_grows_by_splitting_and_forgets_nothing(at_a_time: int, few: boo
     for first in range(0, len(keys), at_a_time):
         some = keys[first : first + at_a_time]
         if few:
-            claimed = table.claim_few(some.tolist(), NameTable.BORN, [1] * len(some))
-            assert min(claimed) >= 0, "all are new"
-            table.ours[np.array(claimed)] = some
+            assert not table.enter_few(some.tolist(), some.tolist(), 1), "all are new"
         elif at_a_time == 1:
             enter(table, int(some[0]), int(some[0]))
         else:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from datetime import UTC
 from typing import Any
 
@@ -16,6 +17,7 @@ from predictor import kv_events
 from predictor.kv_events import (
     Arrival,
     Batch,
+    Bundle,
     Cleared,
     FeedCursor,
     KvEvent,
@@ -79,6 +81,14 @@ def comparable(event: KvEvent) -> tuple[object, ...]:
             return ("removed", event.hashes, event.tier, event.group)
         case Cleared():
             return ("cleared",)
+        case Bundle():
+            return ("bundle", *map(comparable, event.events()))
+
+
+def apart(events: Iterable[KvEvent]) -> Iterator[KvEvent]:
+    """With bundles as the events that they stand for."""
+    for event in events:
+        yield from event.events() if isinstance(event, Bundle) else (event,)
 
 
 def stored(batch: Batch) -> Stored:
@@ -423,6 +433,43 @@ def test_of_a_long_payload_an_event_that_cannot_be_read_costs_only_itself(monkey
     monkeypatch.setattr(kv_events, "_PIECE_BYTES", 1)
     first, second = decode_pieces(damaged, 8)
     assert (first.events, second.events, dict(second.skipped)) == ((Cleared(),), (), {"malformed": 1})
+
+
+@given(st.lists(many_kinds, max_size=12), st.integers(2, 12))
+def test_bundles_say_the_same_as_what_is_in_them(events: list[object], most: int) -> None:
+    payload = encode(*(event for event in events for _ in range(2)))
+    closely, pieces = decode_batch(payload), list(decode_pieces(payload, most))
+    told = list(apart(event for piece in pieces for event in piece.events))
+    for kind in (Stored, Named, Cleared):
+        alike = [comparable(event) for event in closely.events if isinstance(event, kind)]
+        assert [comparable(event) for event in told if isinstance(event, kind)] == alike
+    removals = [one for event in closely.events for one in one_by_one(comparable(event)) if one[0] == "removed"]
+    assert [one for event in told for one in one_by_one(comparable(event)) if one[0] == "removed"] == removals
+    assert sum((Counter(piece.skipped) for piece in pieces), Counter()) == Counter(closely.skipped)
+    for piece in pieces:
+        for event in piece.events:
+            if isinstance(event, Bundle):
+                assert not set(event.hashes) & set(event.removed)
+                assert len(event.lengths) == len(event.parents) >= 4
+
+
+def test_decoded_blocks_and_the_evictions_between_them_are_one_bundle() -> None:
+    events: list[object] = []
+    for number in range(1, 9):
+        events += [removal_map(100 + number), as_map(block_hashes=[number], token_ids=[7, number], extra_keys=[None])]
+    (batch,) = decode_pieces(encode(*events), 100)
+    (bundle,) = batch.events
+    assert isinstance(bundle, Bundle)
+    assert (bundle.removed, bundle.hashes) == ([*range(101, 109)], [*range(1, 9)])
+    # What is removed after it was stored is told in that order.
+    (batch,) = decode_pieces(encode(*events, removal_map(3)), 100)
+    assert list(map(comparable, batch.events)) == list(
+        map(comparable, decode_batch(encode(*events, removal_map(3))).events)
+    )
+
+
+def removal_map(name: int) -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU", "group_idx": 0}
 
 
 def is_removal(event: object) -> bool:
