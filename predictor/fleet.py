@@ -45,7 +45,7 @@ from predictor.interval import Calibration, PoolErrors
 from predictor.kv_events import Batch, Tier
 from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
 from predictor.output_lengths import LengthCurve, OutputLengths, draws
-from predictor.pool_cache import CacheSpec, PoolCache
+from predictor.pool_cache import CacheSpec, PoolCache, Reuse
 from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample, StepCost
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
 from predictor.renewal import Renewal
@@ -310,7 +310,8 @@ class _Race:
         tickets: Mapping[str, Ticket],
         now_s: float,
     ) -> None:
-        self.reuse = home.cache.reuse(prompt)
+        self._found = home.cache.reuse(prompt)
+        self._lasting: dict[str, Reuse] = {}  # of full caches, what will be left of that
         self.workers: list[_Worker] = []  # who is priced
         self.prospects: list[Prospect] = []  # in the same order
         self._home = home
@@ -341,7 +342,7 @@ class _Race:
         # Of those that are alike it is not always the same ones.
         first = int(rng.integers(len(workers)))
         for place, worker in enumerate(workers):
-            found = self.reuse[worker.spec.name]
+            found = self._found[worker.spec.name]
             saved = found.tokens
             own_s = worker.cost.cost.alone_s(saved, tokens, worker.settings.max_num_batched_tokens) + found.load_s
             if saved:
@@ -449,7 +450,8 @@ class _Race:
 
     def _prospect(self, worker: _Worker, timeline: Timeline | Guess, budget: Budget) -> Prospect:
         _count_overdue(worker, self._tickets, self._now_s)
-        reuse, prompt = self.reuse[worker.spec.name], self._prompt
+        reuse, prompt = self._reuse_then(worker, timeline, budget), self._prompt
+        is_crowded = reuse.device_tokens > 0 and worker.shadow.crowded
         priced = forecast(
             worker=worker.spec.name,
             prompt_tokens=prompt.token_count,
@@ -468,6 +470,8 @@ class _Race:
             arrivals=worker.arrivals,
             budget=budget,
             reserve_tokens=reserved_beside_prompt(worker.settings, self._wish.max_tokens),
+            # What is left of a full cache is what somebody holds.
+            shared_blocks=reuse.device_tokens // worker.settings.block_size if is_crowded else 0,
         )
         high_wait_s = priced.wait_s
         if self._quantile is not None:
@@ -475,6 +479,24 @@ class _Race:
             high_wait_s = max(high_wait_s, priced.queue_wait_quantile_s(self._quantile) - self._waited_s)
         needed = priced.prompt_tokens - priced.cached_tokens + self._output_tokens
         return Prospect(priced, high_wait_s, worker.idle, _kv_demand(worker, needed))
+
+    def reuse(self, worker: _Worker) -> Reuse:
+        """What it is taken to reuse."""
+        name = worker.spec.name
+        return self._lasting.get(name) or self._found[name]
+
+    def _reuse_then(self, worker: _Worker, timeline: Timeline | Guess, budget: Budget) -> Reuse:
+        """What it would reuse now, less what will be gone by the time that it lets the request in."""
+        name, size = worker.spec.name, worker.settings.block_size
+        found = self._found[name]
+        if not found.device_tokens or not worker.shadow.crowded:
+            return found
+        whole = -(-self._prompt.token_count // size)
+        steps = timeline.steps_until(timeline.admitted_s(whole, budget))
+        hashes = self._home.cache.hashes(name, self._prompt)
+        blocks = worker.shadow.lasting_blocks(hashes, found.device_tokens // size, steps)
+        lasting = self._lasting[name] = found.lasting(blocks * size)
+        return lasting
 
 
 class Fleet:
@@ -706,7 +728,7 @@ class Fleet:
         hashes = home.cache.hashes(chosen.worker, prompt)
         ticket = self._book(home, server, chosen, wish, hashes, now_s)
         ticket.would_refuse = refusal
-        expected = race.reuse[chosen.worker]
+        expected = race.reuse(server)
         home.cache.book(chosen.worker, ticket.id, prompt, expected.by_rule, expected.promised)
         specs = [home.workers[candidate.forecast.worker].spec for candidate in choice.ranked]
         return Grant(
@@ -724,7 +746,7 @@ class Fleet:
         race = _Race(home, [server], prompt, wish, Limits(), self._tickets, now_s)
         race.price([server])
         race.renew()
-        priced, reuse = race.prospects[0].forecast, race.reuse[worker]
+        priced, reuse = race.prospects[0].forecast, race.reuse(server)
         hashes = home.cache.hashes(worker, prompt)
         ticket = self._book(home, server, priced, wish, hashes, now_s)
         home.cache.book(worker, ticket.id, prompt, reuse.by_rule, reuse.promised)

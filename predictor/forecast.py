@@ -84,6 +84,7 @@ def forecast(
     arrivals: RecentArrivals | None = None,
     budget: Budget | None = None,
     reserve_tokens: int = 0,
+    shared_blocks: int = 0,
 ) -> Forecast:
     """Prices a newcomer on a worker's timeline: two bisections and a closed form.
 
@@ -91,12 +92,13 @@ def forecast(
     last chunk fits; what is left after subtracting what it would take alone is the wait. Without a `calibration` the
     interval is the widest guess; `trusted` is whether the worker's cache view is complete. `load_s` is what fetching
     the cached part takes that is not on the device. `budget` bounds what is listed and imagined (see `Timeline`).
-    `reserve_tokens` must be free beside the prompt before the engine admits it.
+    `reserve_tokens` must be free beside the prompt before the engine admits it, and `shared_blocks` of it are held by
+    others.
     """
     uncached = prompt_tokens - cached_tokens
     own_s = cost.tokens_s(cached_tokens, prompt_tokens)
     needed = prompt_tokens + reserve_tokens
-    blocks = -(-needed // settings.block_size) if settings.num_gpu_blocks is not None else 0
+    blocks = -(-needed // settings.block_size) - shared_blocks if settings.num_gpu_blocks is not None else 0
     course = timeline.likely_course(uncached, blocks, budget)
     done_s = course.finish_s + own_s
     if arrivals is not None:

@@ -51,6 +51,12 @@ class Reuse(NamedTuple):
     def tokens(self) -> int:
         return self.device_tokens + self.host_tokens + self.storage_tokens
 
+    def lasting(self, tokens: int) -> Reuse:
+        """The same when only so much stays on the device. What went to a lower tier from there is still reused."""
+        if tokens >= self.device_tokens or self.host_tokens or self.storage_tokens:
+            return self
+        return Reuse(tokens, 0, 0, 0.0, min(tokens, self.by_rule), min(tokens, self.promised))
+
 
 _NOTHING, _NO_RUN = Reuse(), TieredRun(0)
 

@@ -9,18 +9,22 @@ compares the two.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from math import ceil
+from types import MappingProxyType
 from typing import Any
 
 from predictor.engines.vllm import Queue, Sequence, Settings, chunk_cap
 from predictor.prefill_cost import StepCost
+from predictor.prefixes_ahead import Share
 
+NO_SHARES: Mapping[str, Share] = MappingProxyType({})
 # No more spans than this are listed of one queue, whatever the budget: the rest is taken to go on at their pace.
 MAX_SPANS = 4000
 ENDLESS = 1 << 60
 # Of what a preempted request had computed, the part that it finds again when it is resumed.
-_KEPT_AFTER_PREEMPTION = 0.8
+_KEPT_AFTER_PREEMPTION = 0.95
 # At a timeline that stands, only a newcomer's own steps are listed.
 _GLANCE = 6
 # So many requests looked at are as much work as one span.
@@ -118,8 +122,9 @@ class _Late:
         return _Late(self.prompt_tokens, self.computed, self.generated, self.blocks, self.shared_blocks, self.end)
 
 
-# One that waits: prompt tokens, computed, generated, shared blocks, its whole output.
-_Waiting = tuple[int, int, int, int, int]
+# One that waits: prompt tokens, computed, generated, blocks that others hold when it is admitted and when it ends, its
+# whole output.
+_Waiting = tuple[int, int, int, int, int, int]
 # One that decodes with no prefill ahead of it: the step before which it is gone, its number, its computed tokens less
 # the step's number, prompt tokens, shared blocks.
 _Decoder = tuple[int, int, int, int, int]
@@ -142,8 +147,15 @@ class RunForward:
         "_waiting_blocks", "_wanted", "_watermark", "clock_s", "first_open", "gated", "spans", "work",
     )  # fmt: skip
 
-    def __init__(self, queue: Queue, settings: Settings, cost: StepCost, ends_at: dict[str, int]) -> None:
-        """`ends_at` tells each sequence's whole output, in tokens."""
+    def __init__(
+        self,
+        queue: Queue,
+        settings: Settings,
+        cost: StepCost,
+        ends_at: Mapping[str, int],
+        shares: Mapping[str, Share] = NO_SHARES,
+    ) -> None:
+        """`ends_at` tells each sequence's whole output, in tokens; `shares` which blocks some have in common."""
         self._cost = cost
         self._size = settings.block_size
         self._limit = settings.max_num_batched_tokens
@@ -171,10 +183,13 @@ class RunForward:
         self._gone: set[int] = set()  # numbers in the heap of those that were preempted
         self._order = 0
         self._phases = [0] * self._size
-        self._late = [
-            _Late(seq.prompt_tokens, seq.computed, seq.generated, seq.blocks, seq.shared_blocks, ends_at[seq.id])
-            for seq in queue.running
-        ]
+        self._late = []
+        for seq in queue.running:
+            held, shared = seq.blocks + seq.shared_blocks, seq.shared_blocks
+            if share := shares.get(seq.id):
+                shared = min(held, share.with_later)  # what others hold as well is not free when it ends
+            late = _Late(seq.prompt_tokens, seq.computed, seq.generated, held - shared, shared, ends_at[seq.id])
+            self._late.append(late)
         self._waiting: deque[_Waiting] = deque()
         self._tokens = 0  # still to be prefilled
         self._waiting_blocks = 0
@@ -185,9 +200,7 @@ class RunForward:
             if left > 1 or not late.generated:
                 self._tokens += left
         for seq in queue.waiting:
-            self._queue(
-                (seq.prompt_tokens, seq.computed, seq.generated, seq.shared_blocks, ends_at[seq.id]), first=False
-            )
+            self._queue(self._waits(seq, ends_at[seq.id], shares.get(seq.id)), first=False)
         self._settle()
 
     # What is asked
@@ -230,7 +243,14 @@ class RunForward:
         if self._mark is not None:
             self._back_to_mark()
         self.work += 1
-        self._queue((seq.prompt_tokens, seq.computed, seq.generated, seq.shared_blocks, end), first=False)
+        self._queue(self._waits(seq, end, None), first=False)
+
+    def _waits(self, seq: Sequence, end: int, share: Share | None) -> _Waiting:
+        shared = later = seq.shared_blocks
+        if share is not None:
+            shared = max(shared, min(seq.computed // self._size, share.with_any))
+            later = share.with_later
+        return seq.prompt_tokens, seq.computed, seq.generated, shared, later, end
 
     def rest_s(self, blocks: int) -> float:
         """From the last span to where one behind the queue would be let in, by the pace of the newer half of the spans.
@@ -248,6 +268,11 @@ class RunForward:
             if done > 0 and passed_s > 0:
                 return max(work_s, rest * passed_s / done)
         return work_s
+
+    @property
+    def mean_step_s(self) -> float:
+        """Of the steps listed."""
+        return self.clock_s / self._step if self._step and self.clock_s else self._cost.step_s(0, 0, self._decoders)
 
     def last_step_s(self) -> tuple[float, int]:
         """How long a step takes with who decodes at the end of what is listed, and what one prefill gets of it."""
@@ -299,7 +324,7 @@ class RunForward:
             if running >= self._slots:
                 self.gated = blocked = True
                 break
-            prompt_tokens, computed, generated, shared, end = waiting[0]
+            prompt_tokens, computed, generated, shared, later, end = waiting[0]
             left = prompt_tokens + generated - computed
             want = left if left < cap else cap
             if want > budget:
@@ -314,7 +339,7 @@ class RunForward:
                     break
                 free -= max(0, -(-(computed + want) // size) - shared)
             self._unqueue()
-            late = _Late(prompt_tokens, computed, generated, 0, shared, end)
+            late = _Late(prompt_tokens, computed, generated, shared - later, later, end)
             self._late.append(late)
             chunks.append((late, want))
             running += 1
@@ -352,7 +377,7 @@ class RunForward:
         """Lists as one span the steps in which all decode, and the head of the queue finds no slot or no space.
 
         False if there is none of that kind now."""
-        prompt_tokens, _, generated, shared, _ = self._waiting[0]
+        prompt_tokens, _, generated, shared, _, _ = self._waiting[0]
         whole = -(-(prompt_tokens + generated) // self._size) - shared + self._watermark
         gate, ends = self._gate, self._ends
         steps = looked_at = 0
@@ -423,7 +448,7 @@ class RunForward:
     # Who waits, and who decodes
 
     def _queue(self, one: _Waiting, first: bool) -> None:
-        prompt_tokens, computed, generated, shared, _ = one
+        prompt_tokens, computed, generated, shared, _, _ = one
         left = prompt_tokens + generated - computed
         self._tokens += left
         self._wanted += min(left, self._cap)
@@ -435,7 +460,7 @@ class RunForward:
 
     def _unqueue(self) -> int:
         """Takes the head out; returns the tokens that it has to compute."""
-        prompt_tokens, computed, generated, shared, _ = self._waiting.popleft()
+        prompt_tokens, computed, generated, shared, _, _ = self._waiting.popleft()
         left = prompt_tokens + generated - computed
         self._wanted -= min(left, self._cap)
         self._waiting_blocks -= -(-(prompt_tokens + generated) // self._size) - shared
@@ -561,7 +586,7 @@ class RunForward:
 
     def _preempt(self, prompt_tokens: int, computed: int, generated: int, end: int) -> None:
         self.gated = True
-        self._queue((prompt_tokens, int(computed * _KEPT_AFTER_PREEMPTION), generated, 0, end), first=True)
+        self._queue((prompt_tokens, int(computed * _KEPT_AFTER_PREEMPTION), generated, 0, 0, end), first=True)
 
     # One more behind all others
 
@@ -576,7 +601,7 @@ class RunForward:
         if waiting:
             if self._wanted > self._limit - self._decoders:
                 return
-            prompt_tokens, _, generated, shared, _ = waiting[-1]
+            prompt_tokens, _, generated, shared, _, _ = waiting[-1]
             if self._gate and -(-(prompt_tokens + generated) // self._size) - shared > self._free:
                 return
         mark = {name: getattr(self, name) for name in _NUMBERS}

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,12 @@ from predictor.outlook import Outlook, Sight
 from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
 from predictor.prefill_first import PrefillFirst, PrefillFirstTimeline
-from predictor.prefixes_ahead import common_blocks
+from predictor.prefixes_ahead import PrefixesAhead, Share
 from predictor.prompt import BlockHashes
 from predictor.run_forward import Budget, RunForward, whole_output
 from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
-from predictor.timeline import Guess, Others, Timeline
+from predictor.timeline import Guess, Others, Pace, Timeline
 
 # Evidence that no so many steps explain is about something else than what the shadow knows.
 _MAX_STEPS_BEHIND = 4096
@@ -43,6 +44,10 @@ _RUNS: dict[str, tuple[Callable[..., Any], type[Timeline]]] = {
     "vllm": (RunForward, Timeline),
     "sglang": (PrefillFirst, PrefillFirstTimeline),
 }
+# Longer than any output.
+_WAITS = 1 << 40
+# Of requests that begin like another, those that are asked whether they last until its turn.
+_OWNERS_LOOKED_AT = 64
 # Evidence of one step end comes in several pieces; those of one instant belong together.
 _INSTANT_S = 1e-7
 
@@ -148,6 +153,7 @@ class Shadow:
         self._lengths = lengths
         self._queue = Queue(free_blocks=settings.usable_blocks)
         self._sequences: dict[str, Sequence] = {}
+        self._prefixes = PrefixesAhead()
         # Composed and not ended, the oldest first: one step, and with asynchronous scheduling the one after it.
         self._under_way: deque[_UnderWay] = deque()
         self._began_s = 0.0  # the oldest of them
@@ -164,11 +170,13 @@ class Shadow:
         self._sees_blocks = False
         self._outlook = Outlook(self._look)
         self._looked_s = 0.0
+        self._pace = Pace()
         self._passed = _Passed()
         self._gated = False  # somebody waits for space, and decode steps go on
         # When the first token of each that decodes came, and what had passed until then.
         self._decoding_since: dict[str, tuple[float, _Passed]] = {}
         self._load: _Load | None = None
+        self._wanted: int | None = None
         self.forced = 0  # times that evidence contradicted the rule
         self.cut = 0  # times that more had passed than one call may look at
 
@@ -237,8 +245,11 @@ class Shadow:
         self.advance(now_s)
         if not self._sequences:
             self._queue.reserve_ratio = FIRST_RATIO
+        if seq.computed and self.crowded:
+            seq.shared_blocks = seq.computed // self._settings.block_size  # what will be left is what somebody holds
         self._queue.waiting.append(seq)
         self._sequences[seq.id] = seq
+        self._prefixes.add(seq.id, np.asarray(seq.hashes, np.uint64), seq.computed // self._settings.block_size)
         self._booked_s = now_s
         if self._interval is not None and not self._sees_blocks and self._settings.family == "vllm":
             # Nobody sees which step it gets into. (SGLang's batches end with the first tokens of all that they hold.)
@@ -247,7 +258,7 @@ class Shadow:
             self._composes_s = now_s + self._cost.overhead_s(seq.prompt_tokens)
             self._interval = _Interval(now_s, arrival_tokens=seq.prompt_tokens)
         self._outlook.booked(seq)
-        self._load = None
+        self._load = self._wanted = None
 
     def adopt(self, seq: Sequence, now_s: float) -> None:
         """Takes in one that has had its first token, and got here by another way than ours."""
@@ -257,6 +268,7 @@ class Shadow:
         self._take(seq.blocks)
         self._queue.running.append(seq)
         self._sequences[seq.id] = seq
+        self._prefixes.add(seq.id, np.asarray(seq.hashes, np.uint64))
         if not self._under_way and self._composes_s is None:
             self._composes_s = now_s
         self._changed()
@@ -492,6 +504,57 @@ class Shadow:
         return Guess(begins_s, self._loaded().prefill_tokens, self._settings, self._cost)
 
     @property
+    def crowded(self) -> bool:
+        """Whether those who wait need more KV space than is free: what nobody holds is taken by them."""
+        free = self._queue.free_blocks
+        return self._settings.family == "vllm" and free is not None and self._waiting_blocks() > free
+
+    def lasting_blocks(self, hashes: BlockHashes, blocks: int, steps: float) -> int:
+        """Of a newcomer's first `blocks`, which are cached or on their way now, what most likely is left when it is
+        admitted, so many steps from now.
+
+        Where those ahead of it take more space than is free, nothing stays cached but what somebody still holds or has
+        held until shortly before.
+        """
+        free, wanted = self._queue.free_blocks, self._waiting_blocks()
+        if free is None or wanted <= free or self._lengths is None:
+            return blocks
+        stays = steps * max(0, free) / wanted  # steps until what nobody holds is taken
+        curve = self._lengths(self._looked_s)
+        steps_until: dict[str, float] | None = None  # who waits is admitted
+        gone = 1.0
+        for looked_at, (seq_id, common) in enumerate(self._prefixes.nearest(hashes)):
+            if looked_at == _OWNERS_LOOKED_AT:
+                break
+            seq = self._sequences[seq_id]
+            left = steps - stays
+            if not seq.generated and not seq.blocks:
+                if steps_until is None:
+                    steps_until = self._steps_until_admitted(steps / wanted)
+                left -= steps_until.get(seq_id, 0.0)
+            ends = seq.generated + max(0, int(left))
+            if seq.max_output is None or ends < seq.max_output:
+                gone *= 1.0 - curve.longer(ends) / (curve.longer(seq.generated) or 1.0)
+            if gone <= 0.5:
+                return min(blocks, common)
+        return 0
+
+    def _waiting_blocks(self) -> int:
+        """Of KV space that who waits needs."""
+        if self._wanted is None:
+            size = self._settings.block_size
+            self._wanted = sum(-(-(seq.prompt_tokens + seq.generated) // size) for seq in self._queue.waiting)
+        return self._wanted
+
+    def _steps_until_admitted(self, steps_a_block: float) -> dict[str, float]:
+        size, steps = self._settings.block_size, 0.0
+        until = {}
+        for seq in self._queue.waiting:
+            until[seq.id] = steps
+            steps += steps_a_block * -(-(seq.prompt_tokens + seq.generated) // size)
+        return until
+
+    @property
     def opens_s(self) -> float:
         """When those who prefill let a newcomer in at the earliest, by the timeline that stands."""
         return self._outlook.opens_s
@@ -511,6 +574,8 @@ class Shadow:
                     seq.expected_output = curve.length(seq.draws[0], seq.generated, seq.max_output)
         ends = {seq.id: whole_output(seq, seq.expected_output) for seq in sequences}
         run, kind = _RUNS[self._settings.family]
+        if shares := self._shares(ends):
+            run = partial(run, shares=shares)
         first = run(self._queue, self._settings, self._cost, ends)
         count = min((len(seq.draws) for seq in sequences), default=0) - 1
         if curve is None or count < 1:
@@ -528,7 +593,15 @@ class Shadow:
             ahead: RunForward = run(queue, settings, cost, drawn)
             return ahead
 
-        return Sight(begins_s, first, Others(count, imagine, length), kind)
+        return Sight(begins_s, first, Others(count, imagine, length, self._pace), kind)
+
+    def _shares(self, ends: Mapping[str, int]) -> Mapping[str, Share]:
+        """Which blocks of those in flight are not free when they end. Who waits ends after who runs, one by one."""
+        if self._settings.family != "vllm" or self._queue.free_blocks is None or not self._prefixes.any_alike:
+            return {}
+        order: dict[str, float] = {seq.id: ends[seq.id] - seq.generated for seq in self._queue.running}
+        order |= {seq.id: _WAITS + place for place, seq in enumerate(self._queue.waiting)}
+        return self._prefixes.shares(order)
 
     # Inside
 
@@ -649,6 +722,8 @@ class Shadow:
             run = self._cached_blocks(np.concatenate([hashes, np.array(seq.output_hashes, np.uint64)]))
         in_flight = self._settings.family == "vllm"  # a prompt enters SGLang's tree with its result
         for other, common in self._alike(seq):
+            if common <= held:
+                break
             held = max(held, min(common, -(-other.computed // size)))
             if in_flight:
                 run = max(run, min(common, other.computed // size))
@@ -656,15 +731,15 @@ class Shadow:
         return tokens, min(held, tokens // size)
 
     def _alike(self, seq: Sequence) -> Iterator[tuple[Sequence, int]]:
-        """Running sequences that begin with the same block, and how many blocks they have in common."""
-        first = seq.hashes[0]
-        for other in self._queue.running:
-            if other is not seq and len(other.hashes) and other.hashes[0] == first:
-                yield other, common_blocks(seq.hashes, other.hashes)
+        """Running sequences that begin with the same block, and how many blocks they have in common, most first."""
+        running = {other.id for other in self._queue.running}
+        for seq_id, common in self._prefixes.nearest(seq.hashes):
+            if seq_id in running and seq_id != seq.id:
+                yield self._sequences[seq_id], common
 
     def _changed(self) -> None:
         self._outlook.changed()
-        self._load = None
+        self._load = self._wanted = None
 
     def _compose(self) -> None:
         """Composes the next step, and with asynchronous scheduling the one after it as well."""
@@ -856,6 +931,7 @@ class Shadow:
     def _remove(self, seq: Sequence) -> None:
         queue = self._queue
         del self._sequences[seq.id]
+        self._prefixes.remove(seq.id)
         self._decoding_since.pop(seq.id, None)
         self._forget_tail(seq)
         queue.running = [other for other in queue.running if other is not seq]
@@ -869,6 +945,8 @@ class Shadow:
         size = self._settings.block_size
         heir, kept = None, 0
         for other, common in self._alike(seq):
+            if common <= kept:
+                break
             shared = min(common, -(-other.computed // size))
             if shared > kept:
                 heir, kept = other, shared

@@ -8,7 +8,7 @@ by a search and a closed form, not by a replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from predictor.engines.vllm import Sequence, Settings
@@ -17,6 +17,8 @@ from predictor.run_forward import ENDLESS, Budget, RunForward, Span
 
 # So many spans of a future tell its pace.
 _ENOUGH_OF_A_FUTURE = 200
+# Of a shorter wait it says nothing that one future is somewhat slower than another.
+_SOME_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,15 @@ class Course:
     last_tokens: int  # what it computes in its last step
     spare_before: int  # tokens that requests behind it can get in its earlier steps
     spare_last: int  # and in its last
+
+    def stretched(self, since_s: float, ratio: float) -> Course:
+        """The same, if everything took so many times as long from then on."""
+        return replace(
+            self,
+            admitted_s=since_s + (self.admitted_s - since_s) * ratio,
+            last_s=since_s + (self.last_s - since_s) * ratio,
+            finish_s=since_s + (self.finish_s - since_s) * ratio,
+        )
 
 
 class Timeline:
@@ -62,6 +73,10 @@ class Timeline:
         place = self._entry(blocks, budget)
         return self._beyond(1, blocks).admitted_s if place is None else self.begins_s + self.spans[place].start_s
 
+    def steps_until(self, at_s: float) -> float:
+        """About how many steps there are from its beginning until then."""
+        return max(0.0, at_s - self.begins_s) / self._ahead.mean_step_s
+
     def finish_s(self, tokens: int, blocks: int = 0, budget: Budget | None = None) -> float:
         """When `tokens` of a newcomer would be prefilled, without what computing them costs."""
         return self.course(tokens, blocks, budget).finish_s
@@ -72,18 +87,25 @@ class Timeline:
         Only so many futures are looked at as there is a budget for.
         """
         if self._others is None or not self.gated:
+            if self._others is not None:
+                self._others.pace.forget()
             return self.course(tokens, blocks, budget)
         # Beyond what is listed of it, the first goes on at its pace: the budget is for the others.
         is_listed = self._ahead.first_open < len(self.spans)
         course = self.course(tokens, blocks, budget if is_listed or budget is None else Budget(0))
         if budget is not None and not is_listed:
             budget.cut += 1
-        others = [
-            type(self)(self.begins_s, ahead).course(tokens, blocks, own)
-            for ahead, own in self._others.futures(len(self.spans), budget)
-        ]
-        courses = sorted([course, *others], key=lambda other: other.finish_s)
-        return courses[len(courses) // 2]
+        pace, first_s = self._others.pace, course.finish_s - self.begins_s
+        courses = {0: course}
+        for number, ahead, own in self._others.futures(len(self.spans), budget):
+            courses[number] = other = type(self)(self.begins_s, ahead).course(tokens, blocks, own)
+            if first_s > _SOME_WAIT_S:
+                pace.ratios[number] = (other.finish_s - self.begins_s) / first_s
+        for number, ratio in pace.ratios.items():
+            if number not in courses:
+                courses[number] = course.stretched(self.begins_s, ratio)
+        in_order = sorted(courses.values(), key=lambda other: other.finish_s)
+        return in_order[len(in_order) // 2]
 
     def course(self, tokens: int, blocks: int = 0, budget: Budget | None = None) -> Course:
         """How a newcomer with so many tokens to compute would go through, without what computing them costs.
@@ -151,52 +173,79 @@ class Timeline:
         return Course(admitted_s, last_s, last_s + step_s, last_tokens, spare, room - last_tokens)
 
 
+@dataclass(slots=True)
+class Pace:
+    """What each of several futures last said of a wait, as a multiple of what the first said.
+
+    The lengths that a future rests on stay the same until their requests end, so a future that is slow stays slow for a
+    while: not each has to be listed again for each decision.
+    """
+
+    ratios: dict[int, float] = field(default_factory=dict)
+    turn: int = 0  # that of which one comes first next time
+
+    def forget(self) -> None:
+        self.ratios.clear()
+
+
 class Others:
     """Futures beside the first, with other lengths of what is being generated; imagined when somebody asks.
 
     `imagine(number)` gives the future of this number, from 1 to `count`; `length(seq, number)` the output of one that
-    is booked later, or None if there is none for it.
+    is booked later, or None if there is none for it. `pace` outlives them.
     """
 
-    __slots__ = ("_count", "_imagine", "_known", "_length")
+    __slots__ = ("_count", "_imagine", "_is_closed", "_known", "_length", "pace")
 
     def __init__(
-        self, count: int, imagine: Callable[[int], RunForward], length: Callable[[Sequence, int], int | None]
+        self,
+        count: int,
+        imagine: Callable[[int], RunForward],
+        length: Callable[[Sequence, int], int | None],
+        pace: Pace | None = None,
     ) -> None:
         self._count = count
         self._imagine = imagine
         self._length = length
-        self._known: list[RunForward] = []
+        self._known: dict[int, RunForward] = {}
+        self._is_closed = False
+        self.pace = Pace() if pace is None else pace
 
     @property
     def known(self) -> bool:
         """Whether there are some, or there can be none any more."""
-        return bool(self._known) or self._count < 2
+        return bool(self._known) or self._is_closed or self._count < 2
 
-    def futures(self, spans: int, budget: Budget | None) -> Iterator[tuple[RunForward, Budget | None]]:
-        """An even number of them, each with its part of the budget: those known, and as many as can be listed for the
-        most part, if a future has about so many spans."""
-        pairs = self._count // 2
-        if budget is not None:
-            affordable = max(0, budget.left) // max(1, min(spans, _ENOUGH_OF_A_FUTURE))
-            pairs = min(pairs, (len(self._known) + affordable) // 2)
-        for number in range(1, 2 * pairs + 1):
-            own = None if budget is None else budget.part(1 / (2 * pairs + 1 - number))
-            if number > len(self._known):
-                self._known.append(self._imagine(number))
+    def futures(self, spans: int, budget: Budget | None) -> Iterator[tuple[int, RunForward, Budget | None]]:
+        """Some of them by number, each with its part of the budget: those known, and as many as can be listed for the
+        most part, if a future has about so many spans. They take turns."""
+        numbers = list(self._known)
+        if not self._is_closed:
+            turns = (1 + (self.pace.turn + place) % self._count for place in range(self._count))
+            new = [number for number in turns if number not in self._known]
+            if budget is not None:
+                del new[max(0, budget.left) // max(1, min(spans, _ENOUGH_OF_A_FUTURE)) :]
+            if new:
+                self.pace.turn = new[-1]
+            numbers += new
+        for place, number in enumerate(numbers):
+            own = None if budget is None else budget.part(1 / (len(numbers) - place))
+            ahead = self._known.get(number)
+            if ahead is None:
+                ahead = self._known[number] = self._imagine(number)
                 if own is not None:
-                    own.left -= self._known[-1].work
-            yield self._known[number - 1], own
+                    own.left -= ahead.work
+            yield number, ahead, own
             if budget is not None and own is not None:
                 budget.left -= own.used
 
     def close(self) -> None:
         """The queue is not what it was any more: no others are imagined."""
-        self._count = len(self._known)
+        self._is_closed = True
 
     def append(self, seq: Sequence) -> bool:
         """One more comes to wait behind all others; False if nothing is known of it that could be imagined."""
-        for number, ahead in enumerate(self._known, 1):
+        for number, ahead in self._known.items():
             end = self._length(seq, number)
             if end is None:
                 return False
@@ -221,6 +270,10 @@ class Guess:
     def admitted_s(self, blocks: int = 0, budget: Budget | None = None) -> float:
         """As `Timeline.admitted_s`."""
         return self.likely_course(1, blocks, budget).admitted_s
+
+    def steps_until(self, at_s: float) -> float:
+        """As `Timeline.steps_until`."""
+        return max(0.0, at_s - self.begins_s) / self.cost.step_s(0, 0, 0)
 
     def likely_course(self, tokens: int, blocks: int = 0, budget: Budget | None = None) -> Course:
         """As `Timeline.likely_course`."""

@@ -254,7 +254,7 @@ def undo(queue: Queue, step: Step) -> None:
 
 # Of what a preempted request had computed, the part that it finds again when it is resumed: its blocks stay cached
 # until others need them.
-_KEPT_AFTER_PREEMPTION = 0.8
+_KEPT_AFTER_PREEMPTION = 0.95
 
 
 def _give_back(seq: Sequence) -> None:

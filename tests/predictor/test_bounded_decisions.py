@@ -23,7 +23,7 @@ from predictor.prompt import BlockHasher, Prompt
 from predictor.routing import Prefer
 from predictor.run_forward import Budget, RunForward
 from predictor.shadow import Shadow
-from predictor.timeline import Timeline
+from predictor.timeline import Pace, Timeline
 from tests.predictor.test_timeline import MEASURED, Shape, replayed, shapes
 
 # What one decision may do; some spans look at several sequences.
@@ -364,7 +364,12 @@ def test_a_request_that_is_placed_by_an_old_timeline_is_priced_as_by_a_new_one_b
         exact_s = {}
         for name, worker in home.workers.items():
             sight = worker.shadow._look(worker.shadow.begins_s(now_s))
-            timeline = Timeline(sight.begins_s, sight.run)
+            assert sight.others is not None
+            # As much is known of other futures as the decision knows, and what is asked here must not help it.
+            sight.others.pace = Pace(dict(sight.others.pace.ratios))
+            sight.others.close()
+            sight.run.opens(None)
+            timeline = Timeline(sight.begins_s, sight.run, sight.others)
             exact_s[name] = race._prospect(worker, timeline, Budget(10**9)).forecast.ttft_s
         decision = fleet.place("m", prompt, wish, now_s)
         assert isinstance(decision, Grant)

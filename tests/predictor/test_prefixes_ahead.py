@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from predictor.admission import RetryPolicy
 from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
-from predictor.prefixes_ahead import PrefixesAhead
+from predictor.prefixes_ahead import PrefixesAhead, Share
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, Prompt, as_tokens
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=6)
@@ -35,6 +35,42 @@ def test_the_longest_shared_beginning_counts(ahead: list[list[int]], newcomer: l
         prefixes.remove(str(number))
     assert len(prefixes) == 0
     assert prefixes.run(chained(newcomer), known) == known
+
+
+@given(PROMPTS, st.lists(st.integers(0, 1), max_size=6))
+def test_the_nearest_come_first(ahead: list[list[int]], newcomer: list[int]) -> None:
+    prefixes = PrefixesAhead()
+    for number, blocks in enumerate(ahead):
+        prefixes.add(str(number), chained(blocks))
+    shared = {str(number): shared_beginning(newcomer, blocks) for number, blocks in enumerate(ahead)}
+    nearest = list(prefixes.nearest(chained(newcomer)))
+    assert dict(nearest) == {name: blocks for name, blocks in shared.items() if blocks}
+    assert [blocks for _, blocks in nearest] == sorted((blocks for blocks in shared.values() if blocks), reverse=True)
+
+
+@given(st.data(), PROMPTS)
+def test_blocks_that_one_who_ends_later_holds_as_well_are_known(data: st.DataObject, ahead: list[list[int]]) -> None:
+    prefixes = PrefixesAhead()
+    gone = data.draw(st.sets(st.integers(0, len(ahead) - 1)))
+    for number, blocks in enumerate(ahead):
+        prefixes.add(str(number), chained(blocks))
+    for number in gone:
+        prefixes.remove(str(number))
+    left = [number for number in range(len(ahead)) if number not in gone]
+    order = dict(zip(left, data.draw(st.permutations(range(len(left)))), strict=True))
+    shares = prefixes.shares({str(number): float(end) for number, end in order.items()})
+    for number in left:
+        common = {other: shared_beginning(ahead[number], ahead[other]) for other in left if other != number}
+        later = [blocks for other, blocks in common.items() if order[other] > order[number]]
+        found = shares.get(str(number), Share(0, 0))
+        assert found == Share(max(common.values(), default=0), max(later, default=0))
+
+
+def test_what_the_later_of_two_does_not_find_cached_is_not_shared() -> None:
+    prefixes = PrefixesAhead()
+    prefixes.add("first", chained([0, 1, 2, 3]))
+    prefixes.add("second", chained([0, 1, 2, 4]), reused=1)
+    assert prefixes.shares({"first": 1.0, "second": 2.0}) == {"first": Share(1, 1), "second": Share(1, 0)}
 
 
 def test_one_that_was_never_added_can_be_removed() -> None:

@@ -2,12 +2,14 @@
 
 import time
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from predictor.engines.vllm import Sequence, Settings
+from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
 from predictor.shadow import Shadow
 
@@ -275,3 +277,50 @@ def test_a_night_passes_at_once_although_somebody_waits_for_a_slot() -> None:
     shade.advance(30 * 24 * 3600.0)
     assert time.perf_counter() - began < 0.1
     assert (shade.prefilling, shade.decoding) == (1, 1)
+
+
+# What will be left of a full cache
+
+
+def crowded_shadow(owner_generated: int, output: int = 100) -> Shadow:
+    """One that runs holds nearly all, and two wait; `owner_generated` tokens of an output of `output` are there."""
+    curve = LengthCurve((output,), (0.0,), 1.0)
+    shade = Shadow(Settings(num_gpu_blocks=101, max_num_batched_tokens=10_000), PLAIN, lengths=lambda _: curve)
+    shade.book(Sequence("owner", 1440, 0, output, hashes=range(100, 190)), 0.0)
+    shade.first_token("owner", 1.45)
+    shade.advance(1.45 + 0.010 * (owner_generated - 1) + 0.001)
+    for name, first in (("next", 1000), ("last", 2000)):
+        shade.book(Sequence(name, 640, 0, output, hashes=range(first, first + 40)), 1.45 + 0.010 * owner_generated)
+    return shade
+
+
+@pytest.mark.parametrize(
+    ("generated", "steps", "lasting"),
+    [
+        (10, 50, 80),  # the owner has ninety tokens to go
+        (60, 50, 0),  # it ends ten before the newcomer is let in, and what it had is taken by who comes before
+        (60, 42, 80),  # two before: by then they have not got to it
+    ],
+)
+def test_of_a_full_cache_a_newcomer_finds_what_somebody_holds_until_its_turn_or_shortly_before(
+    generated: int, steps: int, lasting: int
+) -> None:
+    shade = crowded_shadow(generated)
+    assert shade.crowded
+    newcomer = np.array([*range(100, 180), *range(5000, 5010)], np.uint64)
+    assert shade.lasting_blocks(newcomer, 80, steps) == lasting
+
+
+def test_of_one_that_waits_before_it_a_newcomer_finds_what_it_will_hold_then() -> None:
+    shade = crowded_shadow(60)
+    newcomer = np.array(range(2000, 2050), np.uint64)
+    # The last of two is let in half-way, and has a hundred tokens to go from there.
+    assert shade.lasting_blocks(newcomer, 40, 150) == 40
+    assert shade.lasting_blocks(newcomer, 40, 300) == 0
+
+
+def test_with_space_for_all_who_wait_everything_stays_cached() -> None:
+    shade = Shadow(Settings(num_gpu_blocks=1000), PLAIN, lengths=lambda _: LengthCurve((9,), (0.0,), 1.0))
+    shade.book(Sequence("owner", 1440, 0, 9, hashes=range(100, 190)), 0.0)
+    assert not shade.crowded
+    assert shade.lasting_blocks(np.array(range(100, 180), np.uint64), 80, 1e6) == 80

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from predictor.engines.vllm import Queue, Sequence, Settings, schedule
 from predictor.prefill_cost import StepCost
+from predictor.prefixes_ahead import Share
 from predictor.run_forward import RunForward
 from predictor.timeline import Timeline
 
@@ -167,3 +168,39 @@ def test_one_that_can_never_be_admitted_holds_nobody_up_for_ever() -> None:
         Queue([], deque([Sequence("huge", 10_000, 0, 1)]), 10), Settings(num_gpu_blocks=11), MEASURED, {"huge": 5}
     )
     assert shape.timeline().finish_s(10, 1) < 1.0
+
+
+# Blocks in common
+
+
+def test_blocks_that_two_hold_are_free_when_the_last_of_them_ends() -> None:
+    """Of 100 blocks that both hold, only the one that ended first would have freed any, and it came first."""
+    first, second = Sequence("first", 1600, 1600, 10), Sequence("second", 1680, 1680, 50)
+    first.generated = second.generated = 1
+    first.blocks, second.blocks, second.shared_blocks = 101, 5, 100
+    queue = Queue([first, second], deque(), free_blocks=20)
+    ends = {"first": 10, "second": 50}
+    settings = Settings(num_gpu_blocks=126)
+
+    def admitted_s(shares: dict[str, Share]) -> float:
+        return Timeline(0.0, RunForward(queue, settings, MEASURED, ends, shares)).admitted_s(blocks=60)
+
+    of_both, of_one = MEASURED.decode_step_s(2), MEASURED.decode_step_s(1)
+    assert admitted_s({}) == pytest.approx(9 * of_both)
+    assert admitted_s({"first": Share(100, 100), "second": Share(100, 0)}) == pytest.approx(9 * of_both + 40 * of_one)
+
+
+def test_who_waits_and_shares_what_others_hold_needs_only_the_rest() -> None:
+    runs = Sequence("runs", 1600, 1600, 10)
+    runs.generated, runs.blocks = 1, 101
+    waits = Sequence("waits", 1680, 1600, 10)
+    queue = Queue([runs], deque([waits]), free_blocks=20)
+    ends = {"runs": 10, "waits": 10}
+    settings = Settings(num_gpu_blocks=122)
+
+    def admitted_s(shares: dict[str, Share]) -> float:
+        return Timeline(0.0, RunForward(queue, settings, MEASURED, ends, shares)).admitted_s()
+
+    step_s = MEASURED.decode_step_s(1)
+    assert admitted_s({}) == pytest.approx(9 * step_s)
+    assert admitted_s({"runs": Share(100, 100), "waits": Share(100, 0)}) == 0.0
