@@ -472,6 +472,7 @@ class _Race:
             reserve_tokens=reserved_beside_prompt(worker.settings, self._wish.max_tokens),
             # What is left of a full cache is what somebody holds.
             shared_blocks=reuse.device_tokens // worker.settings.block_size if is_crowded else 0,
+            output_tokens=self._output_tokens,
         )
         high_wait_s = priced.wait_s
         if self._quantile is not None:

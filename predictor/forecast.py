@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isclose
 
-from predictor.arrivals import RecentArrivals
+from predictor.arrivals import WORK_UNDER_CAP, RecentArrivals
 from predictor.engines.vllm import Settings
 from predictor.interval import HIGH, LOW, UNKNOWN, UNSURE, Calibration, Kind, Spread
 from predictor.prefill_cost import Basis, StepCost
@@ -85,6 +85,7 @@ def forecast(
     budget: Budget | None = None,
     reserve_tokens: int = 0,
     shared_blocks: int = 0,
+    output_tokens: int = 256,
 ) -> Forecast:
     """Prices a newcomer on a worker's timeline: two bisections and a closed form.
 
@@ -93,7 +94,7 @@ def forecast(
     interval is the widest guess; `trusted` is whether the worker's cache view is complete. `load_s` is what fetching
     the cached part takes that is not on the device. `budget` bounds what is listed and imagined (see `Timeline`).
     `reserve_tokens` must be free beside the prompt before the engine admits it, and `shared_blocks` of it are held by
-    others.
+    others. `output_tokens` is what a request of its kind generates.
     """
     uncached = prompt_tokens - cached_tokens
     own_s = cost.tokens_s(cached_tokens, prompt_tokens)
@@ -103,7 +104,12 @@ def forecast(
     done_s = course.finish_s + own_s
     if arrivals is not None:
         own_before_s = own_s - cost.tokens_s(prompt_tokens - course.last_tokens, prompt_tokens)
-        done_s += arrivals.stretch_s(course, own_before_s, cost, now_s)
+        if settings.caps_prompts:
+            done_s += arrivals.stretch_under_cap_s(course, own_s, uncached, output_tokens, settings, cost, now_s)
+            if budget is not None:
+                budget.left -= WORK_UNDER_CAP
+        else:
+            done_s += arrivals.stretch_s(course, own_before_s, cost, now_s)
     prefill_s = cost.alone_s(cached_tokens, prompt_tokens, settings.max_num_batched_tokens)
     wait_s = max(0.0, done_s - now_s - prefill_s)
     overhead_s = cost.overhead_s(prompt_tokens)

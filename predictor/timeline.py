@@ -31,6 +31,8 @@ class Course:
     last_tokens: int  # what it computes in its last step
     spare_before: int  # tokens that requests behind it can get in its earlier steps
     spare_last: int  # and in its last
+    shared_steps: int = 0  # steps that it is in beside others, the first of them
+    alone_tokens: int = 0  # what it computes when they are gone
 
     def stretched(self, since_s: float, ratio: float) -> Course:
         """The same, if everything took so many times as long from then on."""
@@ -119,9 +121,10 @@ class Timeline:
         span = spans[place]
         admitted_s = self.begins_s + span.start_s
         wanted = span.room_before + max(1, tokens)
-        spare = 0
+        spare = shared_steps = 0
         while span.steps != ENDLESS and span.room_before + span.room * span.steps < wanted:
             spare += span.spare * span.steps
+            shared_steps += span.steps
             place += 1
             while place >= len(spans):
                 if not ahead.spend(budget):
@@ -140,6 +143,8 @@ class Timeline:
             room - left,
             spare,
             left + span.spare,
+            shared_steps + (0 if span.steps == ENDLESS else steps),
+            wanted - span.room_before if span.steps == ENDLESS else 0,
         )
 
     def _entry(self, blocks: int, budget: Budget | None) -> int | None:

@@ -41,6 +41,11 @@ class Settings:
         return self.num_gpu_blocks - 1
 
     @property
+    def caps_prompts(self) -> bool:
+        """Whether a long prompt gets a part of a step only, and leaves the rest to others."""
+        return self.family == "vllm" and 0 < self.long_prefill_token_threshold < self.max_num_batched_tokens
+
+    @property
     def watermark_blocks(self) -> int:
         return int(self.watermark * self.num_gpu_blocks) if self.num_gpu_blocks is not None else 0
 
