@@ -27,7 +27,8 @@ class Admin:
         ]
 
     async def state(self, http: web.Request) -> web.Response:
-        """`GET /sim/state`: counts as of now, not of the last step. `seq` is the next batch's sequence number."""
+        """`GET /sim/state`: counts as of now, not of the last step. `seq` is the next batch's sequence number, `late_s`
+        the seconds by which all steps together were slower than told, for want of a core."""
         scheduler = self._engine.scheduler
         return web.json_response(
             {
@@ -41,6 +42,7 @@ class Admin:
                 "preemptions": scheduler.totals.preemptions,
                 "seq": self._engine.publisher.next_sequence,
                 "speed": self._engine.step_time.speed,
+                "late_s": self._engine.late_s,
             }
         )
 

@@ -37,6 +37,7 @@ class Engine:
         self.publisher = publisher
         self.gauges = Gauges()
         self.ttft_s = Histogram(TTFT_BOUNDS_S)
+        self.late_s = 0.0  # by which steps have taken longer than their costs say, for want of a core
         self._callbacks: dict[Request, Callable[[Output | None], None]] = {}
         self._arrivals_s: dict[Request, float] = {}
         self._aborts: list[Request] = []
@@ -81,6 +82,7 @@ class Engine:
             if self.scheduler.has_work:
                 step_end_s = await self._step(step_start_s)
                 step_start_s = max(step_end_s, clock() - CATCH_UP_MAX_S)
+                self.late_s += step_start_s - step_end_s
             else:
                 self._publish(self.scheduler.idle_events())
                 self._wake.clear()

@@ -818,7 +818,8 @@ class Fleet:
         if judged:
             home.cache.served(ticket.worker, ticket_id, _told_length(ticket, usage), usage.cached_tokens)
         seen_tokens = home.cache.release(ticket.worker, ticket_id)
-        worker.shadow.finish(ticket_id, now_s, usage.output_tokens)
+        evicts = home.cache.computes_what_it_stores(ticket.worker)
+        worker.shadow.finish(ticket_id, now_s, usage.output_tokens, evicts)
         self._look_back(home, worker, now_s)
         if usage.output_tokens is not None and ticket.first_token_at_s is not None:
             # Nobody generates more than was asked for, whatever is reported.

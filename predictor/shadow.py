@@ -8,6 +8,7 @@ step that must leave a sign has not ended before the sign is seen; one that leav
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from collections.abc import Sequence as ReadOnly
@@ -48,6 +49,8 @@ _RUNS: dict[str, tuple[Callable[..., Any], type[Timeline]]] = {
 _WAITS = 1 << 40
 # Of requests that begin like another, those that are asked whether they last until its turn.
 _OWNERS_LOOKED_AT = 64
+# What lasts with less certainty is not counted on: among workers that which promises too much is chosen.
+_MAY_BE_GONE = 1 / 3
 # Evidence of one step end comes in several pieces; those of one instant belong together.
 _INSTANT_S = 1e-7
 
@@ -362,10 +365,11 @@ class Shadow:
         if self._takes_turns:
             self._decoding_since[seq_id] = now_s, self._passed
 
-    def finish(self, seq_id: str, now_s: float, output_tokens: int | None = None) -> None:
+    def finish(self, seq_id: str, now_s: float, output_tokens: int | None = None, evicts: bool = False) -> None:
         """It left the engine, however it ended, after so many tokens if that is known.
 
-        A prefill that is given up goes on to the end of its step; all other ends are ends of steps.
+        A prefill that is given up goes on to the end of its step; all other ends are ends of steps. `evicts`: what is
+        pushed out of the cache is computed anew, and not fetched from elsewhere.
         """
         self.advance(now_s)
         seq = self._sequences.get(seq_id)
@@ -387,6 +391,8 @@ class Shadow:
                     # Its last token came with the step before: the one under way was composed without it.
                     self._take_back()
         self._remove(seq)
+        if evicts:
+            self._lower_credits(seq)
         self._kept_out = None
         self._changed()
         oldest = self._under_way[0].step if self._under_way else None
@@ -510,7 +516,7 @@ class Shadow:
         return self._settings.family == "vllm" and free is not None and self._waiting_blocks() > free
 
     def lasting_blocks(self, hashes: BlockHashes, blocks: int, steps: float) -> int:
-        """Of a newcomer's first `blocks`, which are cached or on their way now, what most likely is left when it is
+        """Of a newcomer's first `blocks`, which are cached or on their way now, what quite likely is left when it is
         admitted, so many steps from now.
 
         Where those ahead of it take more space than is free, nothing stays cached but what somebody still holds or has
@@ -535,7 +541,7 @@ class Shadow:
             ends = seq.generated + max(0, int(left))
             if seq.max_output is None or ends < seq.max_output:
                 gone *= 1.0 - curve.longer(ends) / (curve.longer(seq.generated) or 1.0)
-            if gone <= 0.5:
+            if gone <= _MAY_BE_GONE:
                 return min(blocks, common)
         return 0
 
@@ -939,6 +945,40 @@ class Shadow:
         if seq.blocks and queue.free_blocks is not None and len(seq.hashes):
             self._pass_on(seq)
         self._take(-seq.blocks)
+
+    def _lower_credits(self, gone: Sequence) -> None:
+        """Who waits, and was to find what this one held, will not, where the queue before it takes more than is free
+        and nobody else ahead of it holds the same."""
+        free, size = self._queue.free_blocks, self._settings.block_size
+        if free is None or not self.crowded:
+            return
+        waits: dict[str, tuple[int, int]] | None = None
+        for seq_id, common in itertools.islice(self._prefixes.nearest(gone.hashes), _OWNERS_LOOKED_AT):
+            seq = self._sequences[seq_id]
+            credited = seq.computed // size
+            if seq.generated or seq.blocks or not 0 < credited <= common:
+                continue
+            if waits is None:
+                waits = self._waits()
+            place, before = waits.get(seq_id, (0, 0))
+            if before <= free:
+                continue
+            kept = 0
+            for other_id, shared in itertools.islice(self._prefixes.nearest(seq.hashes), _OWNERS_LOOKED_AT):
+                if other_id != seq_id and waits.get(other_id, (-1, 0))[0] < place:
+                    kept = shared
+                    break
+            if kept < credited:
+                seq.computed = kept * size
+                seq.shared_blocks = min(seq.shared_blocks, kept)
+
+    def _waits(self) -> dict[str, tuple[int, int]]:
+        """Of each that waits its place in the queue, and the blocks that are filled before its turn."""
+        waits, tokens = {}, 0
+        for place, seq in enumerate(self._queue.waiting):
+            waits[seq.id] = place, tokens // self._settings.block_size
+            tokens += seq.left
+        return waits
 
     def _pass_on(self, seq: Sequence) -> None:
         """Blocks that counted for one that leaves, and that others hold as well, count for one of those from now on."""

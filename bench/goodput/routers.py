@@ -206,9 +206,24 @@ async def _played(name: str, client: Client, stack: Stack, setup: Setup, per_s: 
         asked.append(asyncio.create_task(client.ask(text, output, BOUND_S if number % 2 else None)))
     outcomes = await asyncio.gather(*asked)
     # All share one machine. Where even this process is late, nothing that it measures is worth much.
-    print(f"  {name}: requests were sent up to {max(late_s) * 1e3:.0f} ms late", flush=True)
+    behind = ", ".join(f"{late:.1f} s" for late in await _engines_late_s(stack))
+    print(
+        f"  {name}: requests were sent up to {max(late_s) * 1e3:.0f} ms late; engines lost {behind} of "
+        f"{time.perf_counter() - began_s:.0f} s",
+        flush=True,
+    )
     prefilled = sum(len(outcome.ask.tokens) - outcome.cached_tokens for outcome in outcomes)
     return score(name, outcomes, prefilled, await _judgement(stack) if name == "Headway" else Judgement(None, None))
+
+
+async def _engines_late_s(stack: Stack) -> list[float]:
+    """What steps have taken beyond what they cost: an engine short of a core is another engine than it says."""
+    told = []
+    async with aiohttp.ClientSession() as http:
+        for spec in stack.specs:
+            async with http.get(f"http://127.0.0.1:{stack.engine_port(spec.name)}/sim/state") as response:
+                told.append(float((await response.json())["late_s"]))
+    return told
 
 
 async def _judgement(stack: Stack) -> Judgement:

@@ -160,6 +160,20 @@ async def test_a_small_prompt_behind_a_giant_waits_for_it_unless_there_is_a_thre
     assert await wait_s("--long-prefill-token-threshold", "512") < 0.35
 
 
+async def test_time_for_which_an_engine_had_no_core_is_told() -> None:
+    with EngineProcess("--step-ms", "20") as engine:
+        async with ClientSession(engine.url) as http:
+            body = {"prompt": "x", "max_tokens": 10_000, "stream": True}
+            async with http.post("/v1/completions", json=body) as response:
+                await response.content.readany()
+                before_s = (await state(http))["late_s"]
+                engine.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(0.6)
+                engine.send_signal(signal.SIGCONT)
+                # What it may catch up with, and the step under way, are not lost.
+                await state_when(http, lambda now: now["late_s"] > before_s + 0.4)
+
+
 def test_an_engine_that_cannot_start_is_an_error_of_its_launcher() -> None:
     with pytest.raises(RuntimeError, match="ended with status 2 before it was ready"):
         EngineProcess("--no-such-flag")
