@@ -9,7 +9,7 @@ counts more blocks than its cap.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,6 +82,7 @@ class _Holder:
     bit: int
     capacity: int | None
     shared: bool = False
+    on_removed: Callable[[list[int]], None] | None = None
     names: NameTable = field(default_factory=NameTable)
     held: int = 0  # distinct names
     clock: int = 0
@@ -111,6 +112,7 @@ class _View:
     caps: TierCaps
     cleared: frozenset[Tier]  # the tiers that the engine empties when it says that all blocks are cleared
     stores: Mapping[Tier, str]
+    on_removed: Callable[[list[int]], None] | None = None
     own: dict[Tier, _Holder] = field(default_factory=dict)
     groups: dict[Tier, int | None] = field(default_factory=dict)  # the group of layers that is followed
 
@@ -142,6 +144,7 @@ class CacheIndex:
         *,
         stores: Mapping[Tier, str] | None = None,
         cleared: Iterable[Tier] = (Tier.DEVICE,),
+        on_removed: Callable[[list[int]], None] | None = None,
     ) -> None:
         """Starts an empty view; `caps.device` is the engine's own block count.
 
@@ -153,7 +156,7 @@ class CacheIndex:
         if stores and Tier.DEVICE in stores:
             raise ValueError(f"worker {worker!r}: a device's cache is never shared, only host and storage are")
         caps = caps if isinstance(caps, TierCaps) else TierCaps(caps)
-        self._views[worker] = _View(caps, frozenset(cleared), dict(stores or {}))
+        self._views[worker] = _View(caps, frozenset(cleared), dict(stores or {}), on_removed)
 
     def set_capacity(self, worker: str, capacity_blocks: int) -> None:
         """The device holds so many blocks; tiers whose cap nobody told follow it."""
@@ -504,6 +507,8 @@ class CacheIndex:
         for theirs in unheld:
             self._remove_unheld(holder, theirs)
         holder.held -= len(ours)
+        if holder.on_removed is not None:
+            holder.on_removed(ours)
         self._release_few(holder, ours)
 
     def _remove_many(self, holder: _Holder, hashes: Sequence[int]) -> bool:
@@ -517,6 +522,8 @@ class CacheIndex:
         if not live.all():
             for theirs in names[~live].tolist():
                 self._remove_unheld(holder, theirs)
+        if holder.on_removed is not None:
+            holder.on_removed(holder.names.ours[slots[live]].tolist())
         self._drop(holder, slots[live])
         return True
 
@@ -683,6 +690,8 @@ class CacheIndex:
         holder = self._holder(view, tier)
         if holder is None:
             holder = _Holder(self._take_bit(), view.caps.of(tier), shared=tier in view.stores)
+            if tier is Tier.DEVICE:
+                holder.on_removed = view.on_removed
             if holder.shared:
                 self._stores[view.stores[tier]] = holder
             else:

@@ -490,8 +490,13 @@ class _Race:
         """What it would reuse now, less what will be gone by the time that it lets the request in."""
         name, size = worker.spec.name, worker.settings.block_size
         found = self._found[name]
-        if not found.device_tokens or not worker.shadow.crowded:
+        if not found.device_tokens:
             return found
+        if not worker.shadow.crowded:
+            # Not all that is free will be taken: what was used lately stays.
+            ahead = worker.shadow.prefill_tokens_ahead()
+            lasting = self._lasting[name] = self._home.cache.at_admission(name, self._prompt, found, ahead)
+            return lasting
         whole = -(-self._prompt.token_count // size)
         steps = timeline.steps_until(timeline.admitted_s(whole, budget))
         hashes = self._home.cache.hashes(name, self._prompt)

@@ -12,7 +12,8 @@ import numpy as np
 from predictor.cache_index import CacheIndex, TierCaps, TieredRun
 from predictor.engines.reuse import ReuseRule
 from predictor.first_stored import FirstStored
-from predictor.kv_events import Batch, Bundle, Stored, Tier
+from predictor.kv_events import Batch, Bundle, Cleared, Stored, Tier
+from predictor.last_use import LastUse
 from predictor.prefixes_ahead import PrefixesAhead
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
 from predictor.reuse_correction import ReuseCorrection
@@ -69,6 +70,7 @@ class _Cache:
     capacity: int | None
     ahead: PrefixesAhead = field(default_factory=PrefixesAhead)
     first_stored: FirstStored = field(default_factory=FirstStored)
+    last_use: LastUse = field(default_factory=LastUse)
     correction: ReuseCorrection = field(default_factory=ReuseCorrection)
     view: ViewTrust = field(default_factory=ViewTrust)
     # Of each request, when it came: tokens by the rule, and those of all that the view showed.
@@ -112,6 +114,7 @@ class PoolCache:
         cache = self._caches[worker]
         self._indexes[cache.family].clear(worker)
         cache.view.cleared()
+        cache.last_use.cleared()
 
     def view(self, worker: str) -> ViewTrust:
         """How far the worker's view is believed."""
@@ -136,6 +139,8 @@ class PoolCache:
                 runs += _runs_of(event, self._indexes[cache.family].take(worker, event))
             elif not isinstance(event, Stored):
                 self._indexes[cache.family].apply(worker, event)
+                if isinstance(event, Cleared):
+                    cache.last_use.cleared()
             else:
                 on_device = event.tier is Tier.DEVICE
                 if on_device:
@@ -143,6 +148,7 @@ class PoolCache:
                 first = self._indexes[cache.family].apply(worker, event, self._before(cache, event))
                 if on_device and event.hashes:
                     runs.append(StoredRun(first, event.parent, event.hashes[-1], len(event.hashes)))
+        cache.last_use.stored(sum(run.blocks for run in runs))
         if cache.first_stored.waiting:
             for run in runs:
                 if run.first is not None:
@@ -200,6 +206,24 @@ class PoolCache:
         load_s = on_host * cache.spec.host_s_per_token + on_storage * cache.spec.storage_s_per_token
         return Reuse(on_device, on_host, on_storage, load_s, by_rule, promised)
 
+    def at_admission(self, worker: str, prompt: Prompt, reuse: Reuse, tokens_ahead: int) -> Reuse:
+        """What will be left of it when the requests ahead have had so many tokens computed.
+
+        Blocks that they begin with as well are in use, or are used again, before the newcomer's turn.
+        """
+        cache = self._caches[worker]
+        if tokens_ahead <= 0 or not reuse.by_rule or reuse.host_tokens or reuse.storage_tokens:
+            return reuse
+        size, hashes = cache.family.block_size, prompt.hashes[cache.family]
+        run = reuse.by_rule // size
+        left = cache.last_use.left_of(hashes, run, tokens_ahead // size)
+        if left < run:
+            left = self._ahead(cache, prompt, left)
+        if left >= run:
+            return reuse
+        by_rule = left * size
+        return Reuse(cache.correction.apply(by_rule, size), 0, 0, 0.0, by_rule, min(reuse.promised, by_rule))
+
     @staticmethod
     def _ahead(cache: _Cache, prompt: Prompt, known: int) -> int:
         """Leading blocks that are known, or that requests ahead will have stored."""
@@ -228,7 +252,9 @@ class PoolCache:
         """The request is not here any more; the tokens that it was seen to reuse, if it was seen to store any."""
         cache = self._caches[worker]
         cache.credited.pop(request_id, None)
-        cache.ahead.remove(request_id)
+        hashes = cache.ahead.remove(request_id)
+        if hashes is not None:
+            cache.last_use.used(hashes)
         blocks = cache.first_stored.end(request_id)
         return None if blocks is None else blocks * cache.family.block_size
 
@@ -292,7 +318,8 @@ class PoolCache:
         if index is None:
             index = self._indexes[cache.family] = CacheIndex(self._hasher, cache.family)
         caps = TierCaps(cache.capacity, cache.spec.host_blocks, cache.spec.storage_blocks)
-        index.add(worker, caps, stores=cache.spec.stores, cleared=cache.spec.rule.cleared)
+        evicted = cache.last_use.evicted
+        index.add(worker, caps, stores=cache.spec.stores, cleared=cache.spec.rule.cleared, on_removed=evicted)
 
     def _leave_index(self, worker: str, cache: _Cache) -> None:
         self._indexes[cache.family].remove(worker)

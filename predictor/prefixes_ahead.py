@@ -61,7 +61,8 @@ class PrefixesAhead:
             self._find_common(alike, place - 1)
             self._find_common(alike, place)
 
-    def remove(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> BlockHashes | None:
+        """The hashes of its blocks, if it was there and has any."""
         hashes = self._hashes.pop(request_id, None)
         if hashes is not None:
             first = int(hashes[0])
@@ -73,6 +74,7 @@ class PrefixesAhead:
             self._find_common(alike, place - 1)
             if not alike:
                 del self._alike[first]
+        return hashes
 
     def shares(self, ends: Mapping[str, float]) -> dict[str, Share]:
         """What each of those that share blocks shares, if they end in this order."""

@@ -42,6 +42,17 @@ def test_credit_at_admission_is_what_is_reused(name: str, request: pytest.Fixtur
     assert verdict.cached_tokens > 0.1 * verdict.prompt_tokens
 
 
+def test_who_waits_is_credited_with_what_will_be_left(request: pytest.FixtureRequest) -> None:
+    shape = Shape(requests=10_000, at_once=16, most_tokens=2500, turn_tokens=150)
+    engine = replace(PLAIN, page_size=16, max_total_num_tokens=6400, max_running_requests=4, shape=shape)
+    verdict = _follow(_sized(engine, request))
+    assert verdict.right == verdict.admitted > 0, str(verdict)
+    wrong, as_it_stood = (verdict.admitted - right for right in (verdict.right_at_arrival, verdict.right_as_it_stood))
+    assert as_it_stood > 0.05 * verdict.admitted, "the case shows nothing"
+    assert wrong < 0.5 * as_it_stood, str(verdict)
+    assert verdict.over_at_arrival < 0.5 * verdict.over_as_it_stood, str(verdict)
+
+
 def test_events_that_come_late_cost_little(request: pytest.FixtureRequest) -> None:
     """While it only decodes, SGLang keeps its events for forty steps."""
     verdict = _follow(_sized(replace(PLAIN, page_size=16, decode_log_interval=40), request))

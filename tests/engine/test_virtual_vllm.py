@@ -48,6 +48,32 @@ def test_credit_at_admission_is_what_is_reused(name: str, request: pytest.Fixtur
     assert (verdict.counts["preemptions"] > 0) == (name == "preempting")
 
 
+WAITING = {
+    "for a slot": replace(
+        PLAIN,
+        num_blocks=400,
+        max_num_seqs=4,
+        shape=Shape(requests=10_000, at_once=16, most_tokens=2500, turn_tokens=150),
+    ),
+    "for prefill": replace(
+        PLAIN,
+        max_num_batched_tokens=256,
+        shape=Shape(requests=10_000, at_once=16, alive=60, most_tokens=2500, turn_tokens=200),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_who_waits_is_credited_with_what_will_be_left(name: str, request: pytest.FixtureRequest) -> None:
+    """Those ahead store more than the cache holds, so that most of what is cached on arrival is gone by then."""
+    verdict = _follow(_sized(WAITING[name], request))
+    _is_exact(verdict)
+    wrong, as_it_stood = (verdict.admitted - right for right in (verdict.right_at_arrival, verdict.right_as_it_stood))
+    assert as_it_stood > 0.05 * verdict.admitted, "the case shows nothing"
+    assert wrong < 0.5 * as_it_stood, str(verdict)
+    assert verdict.over_at_arrival < 0.5 * verdict.over_as_it_stood, str(verdict)
+
+
 def test_what_eagle_drops_is_not_credited(request: pytest.FixtureRequest) -> None:
     verdict = _follow(_sized(replace(PLAIN, eagle=True, shape=Shape(requests=20_000)), request), vllm(speculative=True))
     _is_exact(verdict)

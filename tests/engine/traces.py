@@ -20,7 +20,8 @@ import numpy as np
 
 from predictor.cache_index import CacheIndex, TierCaps
 from predictor.engines.reuse import ReuseRule
-from predictor.kv_events import decode_batch
+from predictor.kv_events import Stored, Tier, decode_batch
+from predictor.last_use import LastUse
 from predictor.prefixes_ahead import PrefixesAhead
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, as_tokens
 from tests.engine.harness import HERE, EngineFault, engine_home, sglang_home
@@ -122,6 +123,7 @@ class _Asked:
     tokens: int
     hashes: BlockHashes
     reads_cache: bool
+    to_prefill: int = 0  # tokens, by what it was credited with
 
 
 @dataclass(slots=True)
@@ -134,7 +136,10 @@ class Verdict:
     over: int = 0
     under: int = 0
     taken_in_the_step: int = 0
-    right_at_arrival: int = 0  # what would have been credited when it came
+    right_at_arrival: int = 0  # by what it is credited with when it comes
+    over_at_arrival: int = 0  # by more than one block
+    right_as_it_stood: int = 0  # by what was cached when it came, and what those ahead were to compute
+    over_as_it_stood: int = 0
     resumed: int = 0
     loaded: int = 0  # from the host
     batches: int = 0
@@ -154,7 +159,10 @@ class Verdict:
         return (
             f"{self.admitted} requests, {self.right} right at admission ({self.right_share:.3%}), {self.over} over "
             f"({self.taken_in_the_step} of them taken in the very step), {self.under} under; "
-            f"{self.right_at_arrival / max(1, self.admitted):.2%} right at arrival; {reused:.0%} reused, "
+            f"{self.right_at_arrival / max(1, self.admitted):.2%} right at arrival "
+            f"({self.over_at_arrival / max(1, self.admitted):.2%} over by more than a block), "
+            f"{self.right_as_it_stood / max(1, self.admitted):.2%} by what was cached then "
+            f"({self.over_as_it_stood / max(1, self.admitted):.2%}); {reused:.0%} reused, "
             f"{self.loaded} loaded, {self.batches} batches, {self.holds_checked} comparisons of contents, "
             f"{self.counts}, skipped {dict(self.skipped)}\n" + "\n".join(self.wrong)
         )
@@ -168,11 +176,13 @@ class Observer:
         self.block_size = family.block_size
         self.hasher = BlockHasher(np.random.default_rng(1))
         self.index = CacheIndex(self.hasher, family)
-        self.index.add(WORKER, capacity)
+        self.last_use = LastUse()
+        self.index.add(WORKER, capacity, on_removed=self.last_use.evicted)
         self.ahead = PrefixesAhead()
+        self.booked = PrefixesAhead()  # and those that wait
         self.verdict = Verdict()
         self._asked: dict[str, _Asked] = {}
-        self._at_arrival: dict[str, int] = {}
+        self._at_arrival: dict[str, tuple[int, int]] = {}  # as it stood, and what would be left of it
         self._at_lookup: dict[str, int] = {}
 
     def follow(self, records: Iterator[list[Any]]) -> Verdict:
@@ -184,6 +194,8 @@ class Observer:
                     self._looked_up(*fields)
                 case "admitted":
                     self._admitted(*fields)
+                case "first":
+                    self._asked[fields[0]].to_prefill = 0
                 case "resumed":
                     self.verdict.resumed += 1
                 case "batch":
@@ -209,8 +221,26 @@ class Observer:
         tokens = as_tokens(np.frombuffer(raw, np.uint32))
         hashes = self.hasher.prompt_hashes(tokens, self.family, Namespace(adapter, salt))
         asked = self._asked[name] = _Asked(len(tokens), hashes, reads_cache)
-        self._at_arrival[name] = self.credit(asked, len(tokens))
+        self._at_arrival[name] = self._credit_at_arrival(asked)
+        asked.to_prefill = len(tokens) - self._at_arrival[name][1]
+        self.booked.add(name, hashes)
         self.verdict.asked += 1
+
+    def _credit_at_arrival(self, asked: _Asked) -> tuple[int, int]:
+        """As `PoolCache` does it."""
+        if not asked.reads_cache:
+            return 0, 0
+        run = self.index.match(asked.hashes)[WORKER].blocks
+        if self.rule.shares_in_flight:
+            run = self.booked.run(asked.hashes, run)
+        ahead = sum(one.to_prefill for one in self._asked.values() if one is not asked)
+        left = self.last_use.left_of(asked.hashes, run, ahead // self.block_size)
+        if left < run:
+            left = min(run, self.booked.run(asked.hashes, left))
+        stood, foreseen = [
+            self.rule.reusable_tokens(blocks * self.block_size, self.block_size, asked.tokens) for blocks in (run, left)
+        ]
+        return stood, foreseen
 
     def _looked_up(self, name: str) -> None:
         """What is to be loaded from another tier is settled before it is loaded, and so before the admission."""
@@ -234,7 +264,11 @@ class Observer:
         # Right when the step began, and taken in its course by those who were served first.
         taken = cached < credited == before
         verdict.taken_in_the_step += taken
-        verdict.right_at_arrival += self._at_arrival.pop(name) == cached
+        stood, foreseen = self._at_arrival.pop(name)
+        verdict.right_as_it_stood += stood == cached
+        verdict.over_as_it_stood += stood > cached + self.block_size
+        verdict.right_at_arrival += foreseen == cached
+        verdict.over_at_arrival += foreseen > cached + self.block_size
         if credited != cached and not taken and len(verdict.wrong) < _WRONG_KEPT:
             verdict.wrong.append(f"{name}: {credited} credited, {cached} cached of {tokens}, {before} before the step")
 
@@ -242,12 +276,15 @@ class Observer:
         batch = decode_batch(payload)
         for event in batch.events:
             self.index.apply(WORKER, event)
+            if isinstance(event, Stored) and event.tier is Tier.DEVICE:
+                self.last_use.stored(len(event.hashes))
         self.verdict.skipped.update(batch.skipped)
         self.verdict.batches += 1
 
     def _ended(self, name: str) -> None:
         self.ahead.remove(name)
-        del self._asked[name]
+        self.booked.remove(name)
+        self.last_use.used(self._asked.pop(name).hashes)
 
     def _holds(self, hashes: Sequence[int]) -> None:
         """The engine's own table: the view must be its equal at the end of a step."""

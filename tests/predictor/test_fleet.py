@@ -29,7 +29,7 @@ from predictor.fleet import (
     WorkerSpec,
 )
 from predictor.grading import CacheVerdict
-from predictor.kv_events import Batch, Stored, Tier
+from predictor.kv_events import Batch, Removed, Stored, Tier
 from predictor.prefill_cost import Basis, LearningPolicy
 from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt, as_tokens
 from predictor.routing import Why
@@ -212,6 +212,47 @@ def test_conversations_leave_a_worker_that_drains() -> None:
     # Its cache is still known: with nothing of it at w1, the conversation goes back.
     bench.fleet.set_draining("w0", False)
     assert turn(now_s + 4) == "w0"
+
+
+def test_who_waits_is_credited_with_what_those_ahead_will_leave() -> None:
+    bench = Bench(1, settings=Settings(num_gpu_blocks=1000))
+    family = HashFamily(16)
+
+    def prompt(number: int, blocks: int) -> Prompt:
+        tokens = as_tokens([number * 1000 + place for place in range(16 * blocks)])
+        return Prompt(len(tokens), True, {family: bench.hasher.prompt_hashes(tokens, family, Namespace())})
+
+    def stored(number: int, blocks: int) -> Stored:
+        names = tuple(range(number * 1000 + 1, number * 1000 + blocks + 1))
+        tokens = as_tokens([number * 1000 + place for place in range(16 * blocks)])
+        return Stored(names, None, tokens, 16, Tier.DEVICE, None, None, None)
+
+    # Of prompts of 40 blocks the engine keeps ten: each lasts until 400 blocks more were stored.
+    now_s = 0.0
+    for number in range(1, 31):
+        ticket = ticket_of(bench.place(0, now_s, prompt=prompt(number, 40)))
+        gone = (Removed(tuple(reversed(stored(number - 10, 40).hashes)), Tier.DEVICE),) if number > 10 else ()
+        bench.fleet.apply("w0", Batch(0.0, (*gone, stored(number, 40)), 0), now_s + 0.1)
+        bench.serve(ticket, now_s + 0.2, now_s + 0.3)
+        now_s += 1.0
+    bench.fleet.set_trust("w0", Trust.LIVE, 1.0)
+
+    def credited(number: int) -> int:
+        wish = Wish(f"{number}, {next(bench.ids)}", now_s)
+        ticket = ticket_of(bench.fleet.place("m", prompt(number, 41), wish, now_s))
+        bench.fleet.finish(ticket.id, Usage(), now_s)
+        return ticket.forecast.cached_tokens
+
+    assert [credited(number) for number in (21, 25, 30)] == [640, 640, 640], "nobody is ahead"
+    ahead = [ticket_of(bench.place(0, now_s, prompt=prompt(number, 100))) for number in (50, 51)]
+    # 200 blocks will be stored: the five prompts that were used longest ago are gone by then.
+    assert [credited(number) for number in (22, 24, 27, 30)] == [0, 0, 640, 640]
+    # What somebody ahead goes on from will be in use.
+    ahead.append(ticket_of(bench.place(0, now_s, prompt=prompt(22, 60))))
+    assert credited(22) == 640
+    for ticket in ahead:
+        bench.fleet.finish(ticket.id, Usage(), now_s)
+    assert credited(24) == 640
 
 
 def test_half_a_batch_before_a_view_was_dropped_tells_nothing_of_what_came_after(

@@ -1,0 +1,124 @@
+"""What is left of a prefix when a request's turn comes, beside a cache that evicts what was used least recently."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from predictor import last_use
+from predictor.last_use import LastUse
+from predictor.prompt import BlockHashes
+
+
+def chain(*blocks: int) -> BlockHashes:
+    """Stand-ins for chained hashes: equal exactly where everything up to there is."""
+    return np.array([hash(blocks[: end + 1]) % 2**64 for end in range(len(blocks))], np.uint64)
+
+
+def conversation(number: int, blocks: int, system: int = 0) -> BlockHashes:
+    return chain(*range(system), *range(1000 * number, 1000 * number + blocks))
+
+
+class Cache:
+    """Serves one prompt after the other, and tells what it stores and evicts."""
+
+    def __init__(self, blocks: int, told: LastUse) -> None:
+        self.blocks, self.told = blocks, told
+        self.held: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    def serve(self, hashes: BlockHashes) -> None:
+        names = hashes.tolist()
+        run = self.run(hashes)
+        for name in names[:run]:
+            del self.held[name]
+        gone = [self.held.popitem(last=False)[0] for _ in range(len(self.held) + len(names) - self.blocks)]
+        self.told.evicted(gone)
+        self.told.stored(len(names) - run)
+        self.held.update(dict.fromkeys(reversed(names)))  # its last block is given up first
+        self.told.used(hashes)
+
+    def run(self, hashes: BlockHashes) -> int:
+        names = hashes.tolist()
+        return next((place for place, name in enumerate(names) if name not in self.held), len(names))
+
+
+def full_cache(blocks: int, each: int) -> tuple[Cache, LastUse]:
+    told = LastUse()
+    cache = Cache(blocks, told)
+    for number in range(100, 100 + 4 * blocks // each):
+        cache.serve(conversation(number, each))
+    return cache, told
+
+
+def test_of_a_cache_that_has_not_evicted_anything_all_is_left() -> None:
+    told = LastUse()
+    cache = Cache(1000, told)
+    for number in range(20):
+        cache.serve(conversation(number, 10))
+    assert told.lasts_blocks is None
+    assert told.left_of(conversation(0, 10), 10, 500) == 10
+
+
+def test_a_block_lasts_as_long_as_others_were_seen_to() -> None:
+    cache, told = full_cache(100, 10)
+    assert told.lasts_blocks == 90
+    mine = conversation(1, 10)
+    cache.serve(mine)
+    for coming in range(0, 130, 10):
+        assert told.left_of(mine, 10, coming) == max(0, min(10, 100 - coming)), coming
+
+
+def test_the_end_of_a_prefix_goes_first_and_no_more_of_it_than_is_stored() -> None:
+    cache, told = full_cache(100, 10)
+    mine = conversation(1, 10)
+    cache.serve(mine)
+    for number in range(2, 11):
+        cache.serve(conversation(number, 10))
+    assert cache.run(mine) == 10, "it is the next to go"
+    assert [told.left_of(mine, 10, coming) for coming in (0, 3, 10, 1000)] == [10, 7, 0, 0]
+
+
+def test_what_the_engine_made_of_a_prompt_goes_with_it() -> None:
+    cache, told = full_cache(100, 10)
+    cache.serve(conversation(1, 10))
+    next_turn = conversation(1, 16)  # of which 13 are cached: three blocks are the answer's
+    for number in range(2, 11):
+        cache.serve(conversation(number, 10))
+    assert [told.left_of(next_turn, 13, coming) for coming in (0, 2, 13)] == [13, 11, 0]
+
+
+def test_what_others_have_used_since_stays() -> None:
+    cache, told = full_cache(100, 10)
+    mine = conversation(1, 5, system=5)
+    cache.serve(mine)
+    for number in range(2, 10):
+        cache.serve(conversation(number, 10))
+    cache.serve(conversation(50, 5, system=5))
+    assert [told.left_of(mine, 10, coming) for coming in (0, 20, 60, 200)] == [10, 5, 5, 0]
+
+
+def test_nothing_is_taken_off_a_prefix_of_which_nobody_knows_when_it_was_used() -> None:
+    _, told = full_cache(100, 10)
+    assert told.left_of(conversation(1, 10), 10, 500) == 10
+    assert told.left_of(conversation(1, 10), 0, 500) == 0
+
+
+def test_a_cleared_device_has_no_last_uses_but_blocks_last_as_long() -> None:
+    cache, told = full_cache(100, 10)
+    mine = conversation(1, 10)
+    cache.serve(mine)
+    told.cleared()
+    assert (told.lasts_blocks, told.left_of(mine, 10, 500)) == (90, 10)
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_use, "_REMEMBERED", 50)
+    monkeypatch.setattr(last_use, "_REMEMBERED_BLOCKS", 200)
+    told = LastUse()
+    for number in range(500):
+        told.used(conversation(number % 120, 1 + number % 30, system=number % 3))
+        held = [len(hashes) for alike in told._alike.values() for _, hashes in alike]
+        assert sum(held) == told._alike_blocks <= 200
+    assert len(told._ends) == 50
