@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Coroutine, Sequence
 
 import zmq
 from aiohttp import web
@@ -19,6 +20,7 @@ from enginesim.completions import Completions
 from enginesim.engine import Engine
 from enginesim.faults import Faults
 from enginesim.kv_publisher import KvPublisher
+from enginesim.load_publisher import LoadPublisher
 from enginesim.pages import Pages
 from enginesim.sampling import WordSampler
 from enginesim.scheduler import Scheduler
@@ -70,10 +72,14 @@ async def _serve(options: argparse.Namespace) -> None:
         options.buffer_steps,
         faults,
     )
+    load: LoadPublisher | None = None
     try:
         engine = _make_engine(options, publisher)
+        if options.load_publish_port is not None:
+            load = LoadPublisher(options.host, options.load_publish_port)
+        pages = _make_pages(options, engine, load)
         runner = web.AppRunner(
-            _make_app(options, engine, faults),
+            _make_app(options, engine, faults, pages),
             access_log=None,
             handler_cancellation=True,
             shutdown_timeout=SHUTDOWN_S,
@@ -82,14 +88,21 @@ async def _serve(options: argparse.Namespace) -> None:
         try:
             await web.TCPSite(runner, options.host, options.port).start()
             _announce(runner, publisher)
-            await _until_stopped(stop, engine, publisher)
+            work = [engine.run(), publisher.serve_replays()]
+            if load is not None and isinstance(pages, SglangPages):
+                work.append(load.beat(pages.load))
+            await _until_stopped(stop, work)
         finally:
             await runner.cleanup()
     finally:
         publisher.close()
+        if load is not None:
+            load.close()
 
 
 def _make_engine(options: argparse.Namespace, publisher: KvPublisher) -> Engine:
+    if options.load_publish_port is not None and options.family != "sglang":
+        raise SettingsFault("--load-publish-port goes with --family sglang: vLLM pushes no load")
     try:
         settings = scheduler_settings(options)
     except ValueError as error:
@@ -106,7 +119,18 @@ def _make_engine(options: argparse.Namespace, publisher: KvPublisher) -> Engine:
     return Engine(Scheduler(settings, sample), StepTime(cost_settings(options)), publisher)
 
 
-def _make_app(options: argparse.Namespace, engine: Engine, faults: Faults) -> web.Application:
+def _make_pages(options: argparse.Namespace, engine: Engine, load: LoadPublisher | None) -> Pages | SglangPages:
+    if options.family != "sglang":
+        return Pages(engine, options.model)
+    pages = SglangPages(engine, options.model, load)
+    if load is not None:
+        engine.on_step = lambda batch: load.step(any(not chunk.is_decode for chunk in batch.chunks), pages.load)
+    return pages
+
+
+def _make_app(
+    options: argparse.Namespace, engine: Engine, faults: Faults, pages: Pages | SglangPages
+) -> web.Application:
     completions = Completions(
         engine,
         Tokenizer.load(MODEL_FOLDER),
@@ -115,8 +139,7 @@ def _make_app(options: argparse.Namespace, engine: Engine, faults: Faults) -> we
         options.prompt_tokens_details,
         faults,
     )
-    pages = SglangPages if options.family == "sglang" else Pages
-    return make_app(completions, pages(engine, options.model), Admin(engine, faults), faults, options.name)
+    return make_app(completions, pages, Admin(engine, faults), faults, options.name)
 
 
 def _announce(runner: web.AppRunner, publisher: KvPublisher) -> None:
@@ -131,10 +154,10 @@ def _announce(runner: web.AppRunner, publisher: KvPublisher) -> None:
     print(json.dumps(ready), flush=True)
 
 
-async def _until_stopped(stop: asyncio.Event, engine: Engine, publisher: KvPublisher) -> None:
-    """Serve until `stop`; an engine that breaks takes the process with it, so that nobody waits for it in vain."""
+async def _until_stopped(stop: asyncio.Event, works: Sequence[Coroutine[None, None, None]]) -> None:
+    """Serve until `stop`; a part that breaks takes the process with it, so that nobody waits for it in vain."""
     stopping = asyncio.create_task(stop.wait())
-    work = [asyncio.create_task(engine.run()), asyncio.create_task(publisher.serve_replays())]
+    work = [asyncio.create_task(one) for one in works]
     done, unfinished = await asyncio.wait([stopping, *work], return_when=asyncio.FIRST_COMPLETED)
     for task in unfinished:
         task.cancel()

@@ -46,6 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     sglang.add_argument("--max-running-requests", type=_integer(1), default=2048)
     sglang.add_argument("--schedule-conservativeness", type=_number(0, above=True), default=1.0)
     sglang.add_argument("--decode-log-interval", type=_integer(1), default=40, help="decode steps between events")
+    sglang.add_argument("--load-publish-port", type=port, default=None, help="ZMQ PUB of its load; 0 takes a free one")
     sglang.add_argument("--eagle", action="store_true", help="keys of the cache are pairs of tokens")
 
     time = parser.add_argument_group("how long a step takes")

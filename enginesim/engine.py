@@ -8,7 +8,7 @@ from enginesim.kv_events import KvEvent
 from enginesim.kv_publisher import KvPublisher
 from enginesim.metrics import Gauges, Histogram
 from enginesim.request import Request
-from enginesim.scheduler import Output, Scheduler
+from enginesim.scheduler import Batch, Output, Scheduler
 from enginesim.step_time import StepTime
 
 Family = Literal["vllm", "sglang"]
@@ -43,6 +43,8 @@ class Engine:
         self._aborts: list[Request] = []
         self._wake = asyncio.Event()
         self._restarted: asyncio.Event | None = None  # somebody waits for it
+        self.prefilled_tokens, self.prefill_busy_s = 0, 0.0  # since the start
+        self.on_step: Callable[[Batch], None] | None = None  # told of each that has ended
 
     def submit(self, request: Request, on_output: Callable[[Output | None], None], arrived_s: float) -> None:
         """Queue a request; an idle engine starts a step at once. `arrived_s` is on the event loop's clock.
@@ -102,7 +104,13 @@ class Engine:
             self._deliver(output, loop.time())
         if self.family == "sglang":
             self._publish(events)
+        prefilled = sum(chunk.tokens for chunk in batch.chunks if not chunk.is_decode)
+        if prefilled:
+            self.prefilled_tokens += prefilled
+            self.prefill_busy_s += end_s - start_s
         self._refresh_gauges()
+        if self.on_step is not None:
+            self.on_step(batch)
         return end_s
 
     def _publish(self, events: Sequence[KvEvent]) -> None:
@@ -130,6 +138,7 @@ class Engine:
         self.scheduler = self.scheduler.fresh()
         self.publisher.restart()
         self.ttft_s = Histogram(TTFT_BOUNDS_S)
+        self.prefilled_tokens, self.prefill_busy_s = 0, 0.0
         self._refresh_gauges()
         for callback in lost.values():
             callback(None)

@@ -53,8 +53,8 @@ class KvPublisher:
         self._publish_socket.set_hwm(SEND_HIGH_WATER_BATCHES)
         self._replay_socket = self._replay_context.socket(zmq.ROUTER)
         try:
-            self.endpoint = _bind(self._publish_socket, host, port)
-            self.replay_endpoint = _bind(self._replay_socket, host, replay_port)
+            self.endpoint = bind(self._publish_socket, host, port)
+            self.replay_endpoint = bind(self._replay_socket, host, replay_port)
         except zmq.ZMQError:
             self.close()
             raise
@@ -114,7 +114,7 @@ class KvPublisher:
         await self._replay_socket.send_multipart([identity, b"", *frames])
 
 
-def _bind(endpoint_socket: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> str:
+def bind(endpoint_socket: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> str:
     """Bind and return an endpoint that a neighbour can connect to."""
     endpoint_socket.bind(f"tcp://{socket.gethostbyname(host)}:{port or '*'}")
     bound = endpoint_socket.getsockopt(zmq.LAST_ENDPOINT)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 
 from enginesim.engine import Engine
+from enginesim.load_publisher import TOPIC, LoadPublisher, LoadStat
 from enginesim.radix_tree import RadixTree
 from enginesim.settings import SglangSettings
 
@@ -21,9 +23,10 @@ class SglangPages:
     """The handlers that only read, and the one that flushes the cache. There is no /metrics without --enable-metrics,
     and no /version at all."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: Engine, model: str, publisher: LoadPublisher | None = None) -> None:
         self._engine = engine
         self._model = model
+        self._load_publisher = publisher
         self._started_s = time.time()
 
     def routes(self) -> list[web.RouteDef]:
@@ -86,22 +89,28 @@ class SglangPages:
 
     async def loads(self, http: web.Request) -> web.Response:
         """`GET /v1/loads`: what is in progress, by data parallel rank."""
-        scheduler, tree = self._engine.scheduler, self._tree
-        used = tree.used_blocks * tree.page_size
-        waiting_tokens = sum(len(request.token_ids) for request in scheduler.waiting)
-        load = {
-            "dp_rank": 0,
-            "num_running_reqs": self._engine.gauges.running,
-            "num_waiting_reqs": self._engine.gauges.waiting,
-            "num_waiting_uncached_tokens": waiting_tokens,
-            "num_used_tokens": used,
-            "num_total_tokens": used + waiting_tokens,
-            "max_total_num_tokens": tree.total_tokens,
-            "max_running_requests": self._settings.max_num_seqs,
-            "token_usage": used / tree.total_tokens,
-        }
+        stat = self.load()
+        load = {**asdict(stat), "token_usage": stat.num_used_tokens / stat.max_total_num_tokens}
         return web.json_response(
             {"timestamp": time.time(), "version": SGLANG_VERSION, "dp_rank_count": 1, "loads": [load]}
+        )
+
+    def load(self) -> LoadStat:
+        """As both the page and the publisher tell it."""
+        engine, tree = self._engine, self._tree
+        used = tree.used_blocks * tree.page_size
+        waiting = sum(len(request.token_ids) for request in engine.scheduler.waiting)
+        return LoadStat(
+            num_running_reqs=engine.gauges.running,
+            num_waiting_reqs=engine.gauges.waiting,
+            num_used_tokens=used,
+            max_total_num_tokens=tree.total_tokens,
+            dp_rank=0,
+            num_waiting_uncached_tokens=waiting,
+            num_total_tokens=used + waiting,
+            max_running_requests=self._settings.max_num_seqs,
+            total_prefill_uncached_tokens=engine.prefilled_tokens,
+            total_prefill_busy_us=int(engine.prefill_busy_s * 1e6),
         )
 
     async def flush_cache(self, http: web.Request) -> web.Response:
@@ -126,6 +135,9 @@ class SglangPages:
 
     def _kv_events(self) -> dict[str, Any]:
         publisher = self._engine.publisher
+        pushed: dict[str, Any] = {}
+        if self._load_publisher is not None:
+            pushed = {"load_endpoint_port_base": _port(self._load_publisher.endpoint), "load_topic": TOPIC.decode()}
         return {
             "publisher": "zmq",
             "endpoint_host": "*",
@@ -134,6 +146,7 @@ class SglangPages:
             "topic": publisher.topic,
             "block_size": self._settings.block_size,
             "dp_size": 1,
+            **pushed,
         }
 
 

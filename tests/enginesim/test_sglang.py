@@ -186,9 +186,44 @@ def test_over_http_and_zmq_it_speaks_as_sglang_does() -> None:
         assert all(-(1 << 63) <= page < 1 << 63 for page in told["block_hashes"])
 
 
-def test_flags_that_do_not_go_together_end_it_with_a_word() -> None:
+def test_its_load_is_pushed_with_every_prefill_and_once_a_second_at_least() -> None:
+    flags = (*FLAGS, "--load-publish-port", "0")
+    with EngineProcess(*flags) as engine, zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        told = _json(engine.url + "/server_info")["kv_events"]
+        assert told["load_topic"] == "load"
+        socket.subscribe(b"load")
+        socket.connect(f"tcp://127.0.0.1:{told['load_endpoint_port_base']}")
+        first, stat = _load(socket)
+        assert stat == ["LoadStat", 0, 0, 0, 8192, 0, 0, 0, 2048, 0, 0]
+        body = {"model": "sim", "prompt": list(range(100, 150)), "max_tokens": 40}
+        _json(engine.url + "/v1/completions", body)
+        busy = [_load(socket) for _ in range(3)]
+        assert [sequence for sequence, _ in busy] == [first + 1, first + 2, first + 3]
+        # After its prefill, and after fifteen and thirty steps of its decoding, if no second was over in between.
+        assert all(stat[1:3] == [1, 0] and stat[9] == 50 and stat[10] > 0 for _, stat in busy[:2]), busy
+        while (stat := _load(socket)[1])[1] != 0:
+            pass
+        page = _json(engine.url + "/v1/loads")["loads"][0]
+        assert (page["total_prefill_uncached_tokens"], page["num_used_tokens"]) == (stat[9], stat[3]) == (50, 0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--family", "sglang", "--page-size", "64", "--chunked-prefill-size", "32"),
+        ("--family", "vllm", "--load-publish-port", "0"),
+    ],
+)
+def test_flags_that_do_not_go_together_end_it_with_a_word(flags: tuple[str, ...]) -> None:
     with pytest.raises(RuntimeError, match="status 1"):
-        EngineProcess("--family", "sglang", "--page-size", "64", "--chunked-prefill-size", "32")
+        EngineProcess(*flags)
+
+
+def _load(socket: zmq.Socket[bytes]) -> tuple[int, list[Any]]:
+    assert socket.poll(5000), "nothing is pushed"
+    topic, sequence, payload = socket.recv_multipart()
+    assert topic == b"load"
+    return int.from_bytes(sequence, "big"), msgspec.msgpack.decode(payload)
 
 
 def _replayed(dealer: zmq.Socket[bytes]) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Data-parallel ranks of an engine: declared or discovered, each a worker with a feed and a load of its own."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from enginesim.process import EngineProcess
 from extproc.app import App
 from extproc.config import parse_config, port_of_rank
 from tests.extproc.test_probe import PAGE, Pages
@@ -30,9 +32,9 @@ pools:
 
 
 @contextlib.asynccontextmanager
-async def running(endpoint: str, more: str = "adapters: []") -> AsyncIterator[int]:
+async def running(endpoint: str, more: str = "adapters: []", config: str = CONFIG) -> AsyncIterator[int]:
     """The whole service; its admin port."""
-    app = App(parse_config(CONFIG.format(endpoint=endpoint, more=more), "test"))
+    app = App(parse_config(config.format(endpoint=endpoint, more=more), "test"))
     _, admin = await app.start()
     try:
         yield admin
@@ -96,6 +98,32 @@ async def test_an_engine_that_pushes_its_load_is_listened_to() -> None:
                 await publisher.send_multipart([b"load", bytes(8), msgspec.msgpack.encode(["LoadStat", 2, 1])])
                 async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{admin}/metrics") as response:
                     heard = 'headway_load_reports_total{result="ok",worker="a"}' in await response.text()
+
+
+async def test_a_process_that_pushes_its_load_is_heard_and_its_restart_shows_in_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    flags = ("--family", "sglang", "--page-size", "16", "--load-publish-port", "0", "--prefill-us-per-token", "1")
+    config = CONFIG.replace("interval_s: 0.05", "interval_s: 600")  # nobody asks a second time
+    with EngineProcess(*flags) as engine:
+        async with running(f"127.0.0.1:{engine.port}", config=config) as admin, aiohttp.ClientSession() as http:
+            prompt = {"model": "sim", "prompt": list(range(100, 200)), "max_tokens": 2}
+            async with http.post(f"{engine.url}/v1/completions", json=prompt) as response:
+                assert response.status == 200
+            await followed(admin, a=6)
+            deadline_s = time.monotonic() + 20
+            said = page = ""
+            while 'headway_load_reports_total{result="ok",worker="a"}' not in page:
+                assert time.monotonic() < deadline_s
+                async with http.get(f"http://127.0.0.1:{admin}/metrics") as response:
+                    page = await response.text()
+            await asyncio.sleep(1.2)  # a heartbeat with what was prefilled so far
+            async with http.post(f"{engine.url}/sim/restart") as response:
+                assert response.status == 200
+            while "engine_restarted" not in said:  # its counters have begun again
+                assert time.monotonic() < deadline_s, said
+                await asyncio.sleep(0.05)
+                said += capfd.readouterr().err
 
 
 async def test_ranks_that_are_declared_are_there_at_once() -> None:
