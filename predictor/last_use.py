@@ -12,16 +12,17 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
-from predictor.prefixes_ahead import common_blocks
+import numpy as np
+
 from predictor.prompt import BlockHashes
 
-_REMEMBERED = 4096  # ends of prompts
-_REMEMBERED_BLOCKS = 1 << 16  # of prompts that are kept whole, for what others begin with as well
-_LASTED = 32  # evictions that the time is taken from, and how many it takes at least
+_REMEMBERED = 8192  # blocks
+_LASTED = 64  # evictions that the time is taken from, and how many it takes at least
 _FEWEST = 8
-# From the end of a run so many blocks are looked through for where a prompt ended.
-_LOOKED_THROUGH = 256
-_ALIKE = 4  # newest prompts that begin with the same block
+# Of a prompt the last block is remembered, and these: some of its beginning, which others may share, and one in 16.
+_SAMPLED = np.array([*range(3, 32, 4), *range(47, 1 << 16, 16)])
+# At the end of a run each block is looked at: somewhere there the prompt before has ended, and its answer begun.
+_LOOKED_AT = 64
 
 
 class LastUse:
@@ -29,9 +30,7 @@ class LastUse:
 
     def __init__(self) -> None:
         self._now = 0
-        self._ends: dict[int, int] = {}  # the last full block of a prompt -> when it was last used; the oldest first
-        self._alike: dict[int, deque[tuple[int, BlockHashes]]] = {}  # first block -> the newest, and when
-        self._alike_blocks = 0
+        self._used: dict[int, int] = {}  # block -> when it was last used; the oldest first
         self._lasted: deque[int] = deque(maxlen=_LASTED)
 
     @property
@@ -46,36 +45,21 @@ class LastUse:
         """A prompt with these blocks was served, and is not in use any more."""
         if not len(hashes):
             return
-        first, last = int(hashes[0]), int(hashes[-1])
-        self._ends.pop(last, None)
-        self._ends[last] = self._now
-        if len(self._ends) > _REMEMBERED:
-            del self._ends[next(iter(self._ends))]
-        alike = self._alike.pop(first, None) or deque()
-        self._alike[first] = alike
-        alike.append((self._now, hashes))
-        self._alike_blocks += len(hashes)
-        if len(alike) > _ALIKE:
-            self._alike_blocks -= len(alike.popleft()[1])
-        while self._alike_blocks > _REMEMBERED_BLOCKS:
-            self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        first = next(iter(self._alike))
-        self._alike_blocks -= len(self._alike[first].popleft()[1])
-        if not self._alike[first]:
-            del self._alike[first]
+        used, now = self._used, self._now
+        for block in (*hashes[_sampled_below(len(hashes))].tolist(), int(hashes[-1])):
+            used.pop(block, None)
+            used[block] = now
+        while len(used) > _REMEMBERED:
+            del used[next(iter(used))]
 
     def evicted(self, blocks: Iterable[int]) -> None:
         """These blocks have left the device."""
-        for block in self._ends.keys() & blocks:
-            self._lasted.append(self._now - self._ends.pop(block))
+        for block in self._used.keys() & blocks:
+            self._lasted.append(self._now - self._used.pop(block))
 
     def cleared(self) -> None:
         """The device is empty. How long blocks last stays known."""
-        self._ends.clear()
-        self._alike.clear()
-        self._alike_blocks = 0
+        self._used.clear()
 
     def left_of(self, hashes: BlockHashes, run: int, coming: int) -> int:
         """How many of a run of leading blocks will be left when `coming` more blocks have been stored.
@@ -86,21 +70,25 @@ class LastUse:
         if lasts is None:
             return run
         oldest = self._now + coming - lasts  # what was last used before is gone by then
-        start = max(0, run - _LOOKED_THROUGH)
         left = None
-        for place, block in zip(range(run, start, -1), reversed(hashes[start:run].tolist()), strict=True):
-            used = self._ends.get(block)
+        looked_at = max(0, run - _LOOKED_AT)
+        sampled = _sampled_below(looked_at)
+        blocks = [*hashes[sampled].tolist(), *hashes[looked_at:run].tolist()]
+        for place in range(len(blocks) - 1, -1, -1):
+            used = self._used.get(blocks[place])
             if used is None:
                 continue
-            if used >= oldest:
-                left = run if left is None else max(left, place)
-                break
+            if used < oldest:
+                if left is None:
+                    # It goes from its end, and no more of it than is stored.
+                    left = max(0, run - min(coming, oldest - used))
+                continue
             if left is None:
-                # It goes from its end, and no more of it than is stored.
-                left = max(0, run - min(coming, oldest - used))
-        if left is None or left == run:
-            return run
-        for used, others in self._alike.get(int(hashes[0]), ()):
-            if used >= oldest:
-                left = max(left, min(run, common_blocks(hashes, others)))
-        return left
+                return run
+            at = place - len(sampled) + looked_at if place >= len(sampled) else int(sampled[place])
+            return max(left, at + 1)
+        return run if left is None else left
+
+
+def _sampled_below(blocks: int) -> np.ndarray:
+    return _SAMPLED[: int(_SAMPLED.searchsorted(blocks))]

@@ -90,13 +90,26 @@ def test_what_the_engine_made_of_a_prompt_goes_with_it() -> None:
 
 
 def test_what_others_have_used_since_stays() -> None:
-    cache, told = full_cache(100, 10)
-    mine = conversation(1, 5, system=5)
+    cache, told = full_cache(200, 10)
+    mine = conversation(1, 10, system=4)
     cache.serve(mine)
-    for number in range(2, 10):
+    for number in range(2, 20):
         cache.serve(conversation(number, 10))
-    cache.serve(conversation(50, 5, system=5))
-    assert [told.left_of(mine, 10, coming) for coming in (0, 20, 60, 200)] == [10, 5, 5, 0]
+    cache.serve(conversation(50, 10, system=4))
+    assert [told.left_of(mine, 14, coming) for coming in (0, 3, 60, 400)] == [14, 11, 4, 0]
+
+
+@pytest.mark.parametrize("shared", [40, 100, 150, 300])
+def test_in_the_middle_of_a_long_prompt_last_uses_are_known_to_a_few_blocks(shared: int) -> None:
+    cache, told = full_cache(2000, 10)
+    mine = chain(*range(400))
+    cache.serve(mine)
+    for number in range(1000, 1150):
+        cache.serve(conversation(number, 10))
+    cache.serve(chain(*range(shared), *range(5000, 5010)))
+    left = told.left_of(mine, 400, 900)
+    assert shared - 16 <= left <= shared
+    assert told.left_of(chain(*range(shared), 1, 2), shared, 900) == shared
 
 
 def test_nothing_is_taken_off_a_prefix_of_which_nobody_knows_when_it_was_used() -> None:
@@ -113,12 +126,13 @@ def test_a_cleared_device_has_no_last_uses_but_blocks_last_as_long() -> None:
     assert (told.lasts_blocks, told.left_of(mine, 10, 500)) == (90, 10)
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_use, "_REMEMBERED", 50)
-    monkeypatch.setattr(last_use, "_REMEMBERED_BLOCKS", 200)
-    told = LastUse()
+    cache, told = full_cache(100, 10)
+    mine = conversation(1, 10)
+    cache.serve(mine)
+    assert told.left_of(mine, 10, 200) == 0
     for number in range(500):
-        told.used(conversation(number % 120, 1 + number % 30, system=number % 3))
-        held = [len(hashes) for alike in told._alike.values() for _, hashes in alike]
-        assert sum(held) == told._alike_blocks <= 200
-    assert len(told._ends) == 50
+        told.used(conversation(200 + number, 1 + number % 90))
+        assert len(told._used) <= 50
+    assert told.left_of(mine, 10, 200) == 10, "forgotten"
