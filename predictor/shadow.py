@@ -385,7 +385,9 @@ class Shadow:
                 self._catch_up(lambda: self._emitted(seq) >= output_tokens, now_s, timed=False)
             elif ahead > 0:
                 self._rewind(seq, ahead)
-            if len(self._under_way) == 1 and self._booked_s <= self._began_s and not self._under_way[0].step.preempted:
+            # With asynchronous scheduling the one under way was composed before the end was known, whoever is in it.
+            can_be_taken_back = len(self._under_way) == 1 and not self._settings.async_scheduling
+            if can_be_taken_back and self._booked_s <= self._began_s and not self._under_way[0].step.preempted:
                 step = self._under_way[0].step
                 if any(seq is other for other in step.decodes) and self._emitted(seq) == output_tokens:
                     # Its last token came with the step before: the one under way was composed without it.
@@ -675,9 +677,10 @@ class Shadow:
         decoding = sum(any(seq is other for other in item.step.decodes) for item in self._under_way)
         if decoding:
             return computed - decoding
-        for other, start, _ in self._under_way[-1].step.chunks:
-            if other is seq:
-                return start
+        if self._composes_s is None:
+            for other, start, _ in self._under_way[-1].step.chunks:
+                if other is seq:
+                    return start
         return computed
 
     def _whose(self, run: StoredRun) -> tuple[Sequence | None, int]:

@@ -31,6 +31,7 @@ def told(name: str, watcher: Observer, outcomes: list[Outcome]) -> tuple[Accurac
     [
         ("trace 0.8", 300, 0.98, 0.02),
         ("giants, threshold 1024", 150, 0.97, 0.02),
+        ("trace 0.8, threshold 2048", 300, 0.95, 0.1),
         ("decodes, budget 512", 300, 0.99, 0.02),
         ("sglang giants", 150, 0.99, 0.02),
         ("sglang conversations", 300, 0.99, 0.05),
@@ -48,7 +49,9 @@ def test_forecasts_come_near_and_nearer_than_adding_up_the_prefills_ahead(
     assert watcher.worker.shadow.forced == 0
 
 
-@pytest.mark.parametrize(("name", "count"), [("trace 0.8", 300), ("decodes, budget 512", 300)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("trace 0.8", 300), ("decodes, budget 512", 300), ("decodes, 128 slots, async", 240)]
+)
 def test_a_shadow_that_knew_the_future_would_be_exact(name: str, count: int, recordings: Path) -> None:
     recording = record(name, recordings, count)
     watcher = observer(recording, true_costs=True)

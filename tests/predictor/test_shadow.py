@@ -12,6 +12,7 @@ from predictor.engines.vllm import Sequence, Settings
 from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
 from predictor.shadow import Shadow
+from predictor.stored_run import StoredRun
 
 # 10 ms a step, 1 ms a token, nothing else: a step of 100 tokens takes 0.11 s.
 PLAIN = StepCost(0.0, 0.0, 0.010, 0.001, 0.0, 0.0)
@@ -324,3 +325,50 @@ def test_with_space_for_all_who_wait_everything_stays_cached() -> None:
     shade.book(Sequence("owner", 1440, 0, 9, hashes=range(100, 190)), 0.0)
     assert not shade.crowded
     assert shade.lasting_blocks(np.array(range(100, 180), np.uint64), 80, 1e6) == 80
+
+
+# Asynchronous scheduling: a step is composed while the one before it runs
+
+ASYNC = Settings(num_gpu_blocks=1000, max_num_seqs=2, max_num_batched_tokens=1000, async_scheduling=True)
+
+
+def decoding_shadow(names: str, outputs: int = 1000) -> tuple[Shadow, float]:
+    """With these in decode, each of whose steps takes 10 ms, and one of which has just ended then."""
+    shade = shadow(settings=ASYNC)
+    shade.set_sees_blocks(True)
+    at_s = 0.0
+    for number, name in enumerate(names):
+        shade.book(Sequence(name, 32, 0, outputs, hashes=range(100 * number, 100 * number + 2)), at_s)
+        shade.stored([StoredRun(100 * number, None, 1000 + number, 2)], at_s + 0.042)
+        shade.first_token(name, at_s + 0.042)
+        at_s += 0.042
+    return shade, at_s
+
+
+def test_a_prompt_announced_with_the_step_before_its_own_is_still_to_be_computed() -> None:
+    shade, at_s = decoding_shadow("a")
+    shade.advance(at_s + 0.021)
+    shade.book(Sequence("b", 32, 0, 1000, hashes=range(500, 502)), at_s + 0.025)
+    # Composed when the step that runs then ends; the blocks are told of when the next one, which has been composed
+    # before, has ended as well. Then its own begins: 10 ms and 32 of its tokens.
+    shade.stored([StoredRun(500, None, 1500, 2)], at_s + 0.040)
+    assert shade.prefilling == 1
+    assert shade.begins_s(at_s + 0.041) == pytest.approx(at_s + 0.040 + 0.042 + 0.010)
+    shade.first_token("b", at_s + 0.082)
+    assert shade.prefilling == 0
+    assert shade.forced == 0
+
+
+def test_an_end_frees_its_slot_in_the_step_after_the_one_that_has_been_composed() -> None:
+    shade, at_s = decoding_shadow("ab")
+    shade.book(Sequence("c", 32, 0, 1000, hashes=range(500, 502)), at_s + 0.002)
+    shade.advance(at_s + 0.025)
+    begun_s, generated = shade._began_s, shade._emitted(shade._sequences["a"])
+    assert shade.prefilling == 1
+    ended_s = begun_s + 0.010
+    shade.finish("a", ended_s, output_tokens=generated + 1)
+    shade.advance(ended_s + 0.001)
+    # The step that runs now was composed with "a" and without "c".
+    running = shade._under_way[0].step
+    assert not running.chunks
+    assert [seq.id for seq, _, _ in shade._under_way[1].step.chunks] == ["c"]
