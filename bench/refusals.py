@@ -1,7 +1,8 @@
 """Refusals through the real Envoy: a burst of them at once, and a steady stream of them, while answers are streamed.
 
 Every request is read, tokenized and decided on as any other; a trusted `x-request-start` says that its bound is used
-up. Envoy, the filter, a simulated engine and the load share the machine.
+up. Envoy, the filter, a simulated engine and the load share the machine. What a burst takes without the filter, where
+Envoy itself answers 429, is what the load and Envoy take of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from bench.row import Row
 from enginesim import words
@@ -29,9 +31,24 @@ async def rows() -> list[Row]:
         stack = Stack(Path(folder), [spec], {"gateway": {"trust_request_start": True}})
         try:
             await stack.start()
-            return await _measure(stack.listener_port)
+            rows = await _measure(stack.listener_port)
         finally:
             await stack.stop()
+    with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
+        stack = Stack(Path(folder), [spec], change_envoy=_refuses_by_itself)
+        try:
+            await stack.start()
+            times = [ms for _ in range(_BURSTS) for ms in await _burst(stack.listener_port, 1000)]
+            return [*rows, Row("1000 at once, refused by Envoy without the filter", _times(times))]
+        finally:
+            await stack.stop()
+
+
+def _refuses_by_itself(config: dict[str, Any]) -> None:
+    manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_filters"] = [one for one in manager["http_filters"] if one["name"] == "envoy.filters.http.router"]
+    for host in manager["route_config"]["virtual_hosts"]:
+        host["routes"] = [{"match": {"prefix": "/"}, "direct_response": {"status": 429}}]
 
 
 async def _measure(port: int) -> list[Row]:

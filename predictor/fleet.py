@@ -988,7 +988,7 @@ class Fleet:
             refused_at_s=now_s,
             already_waited_s=best.already_waited_s,
             in_time_until_s=now_s + allowed_s - best.already_waited_s,
-            prompt_tokens=best.prompt_tokens,
+            new_tokens=best.prompt_tokens - best.cached_tokens,
         )
         waiting = (ticket for ticket in worker.tickets.values() if ticket.first_token_at_s is None)
         sure = not worker.foreign_load and all(ticket.wish.streaming for ticket in waiting)
@@ -1000,12 +1000,15 @@ class Fleet:
         tickets = worker.tickets.values()  # in the order of their numbers
         unstarted = next((t.number for t in tickets if t.first_token_at_s is None and t.wish.streaming), None)
         numbers = [ticket.number for ticket in tickets]
-        held = [0, *itertools.accumulate(ticket.forecast.prompt_tokens for ticket in tickets)]
-        capacity = worker.capacity_tokens
+        shadow, size = worker.shadow, worker.settings.block_size
+        free = shadow.free_blocks
+        # Of those that have come, the first so many.
+        held = [0, *itertools.accumulate(shadow.blocks_of(ticket.id) for ticket in tickets)]
 
         def has_room(refused: Watched) -> bool:
-            ahead = held[bisect_right(numbers, refused.behind)]
-            return capacity is None or ahead + refused.prompt_tokens <= capacity
+            # Who came after it has what it would have had.
+            later = held[-1] - held[bisect_right(numbers, refused.behind)]
+            return free is None or -(-refused.new_tokens // size) <= free + later
 
         self._reviewed(home, worker.hindsight.after(unstarted, has_room, now_s))
 

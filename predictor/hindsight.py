@@ -51,7 +51,7 @@ class Watched:
     refused_at_s: float
     already_waited_s: float
     in_time_until_s: float  # beginning by then, it would have kept its bound
-    prompt_tokens: int
+    new_tokens: int  # of its prompt, that it was not expected to find cached
 
     def began(self, now_s: float) -> tuple[float, float]:
         """What it would have waited, and the part of what it might have that would have been to spare."""

@@ -203,6 +203,16 @@ class Shadow:
         """How much each sequence that decodes has generated so far, in tokens."""
         return [seq.generated for seq in self._queue.running if not seq.prefilling]
 
+    @property
+    def free_blocks(self) -> int | None:
+        """KV space that nobody holds; None where it is never short."""
+        return self._queue.free_blocks
+
+    def blocks_of(self, seq_id: str) -> int:
+        """KV blocks that count for this one."""
+        seq = self._sequences.get(seq_id)
+        return seq.blocks if seq is not None else 0
+
     def state(self, now_s: float) -> State:
         self.advance(now_s)
         copies = {id(seq): seq.copy() for seq in self._sequences.values()}

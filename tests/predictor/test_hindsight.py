@@ -38,7 +38,7 @@ def test_a_queue_that_is_still_there_when_the_bound_passes_makes_it_right() -> N
 def test_an_empty_queue_in_a_full_cache_is_still_a_queue() -> None:
     hindsight = Hindsight("w")
     hindsight.watch(refused(tokens=100), sure=True)
-    assert hindsight.after(None, lambda watched: watched.prompt_tokens < 50, 2.0) == []
+    assert hindsight.after(None, lambda watched: watched.new_tokens < 50, 2.0) == []
     assert len(hindsight.after(None, room, 3.0)) == 1
 
 
