@@ -18,6 +18,8 @@ from enginesim.settings import SglangSettings
 _RESERVED_MOST_TOKENS = 4096
 # new_token_ratio: so much at first, of it so much at last, after so many decode steps (global defaults of 0.5.23).
 _RATIO_AT_FIRST, _RATIO_AT_LAST, _RATIO_STEPS = 0.7, 0.14, 600
+# A retraction sets it to what the others have generated and will in so many steps, of all that they may.
+_STEPS_AFTER_RETRACTION = 20
 
 
 class SglangScheduler(Scheduler):
@@ -35,6 +37,7 @@ class SglangScheduler(Scheduler):
         self._held_tokens: dict[Request, int] = {}  # slots that are its own
         self._ratio = self._first_ratio
         self._decode_steps = 0
+        self._shut = False  # somebody was turned away, and nobody is tried again before one has left
 
     @property
     def has_work(self) -> bool:
@@ -87,6 +90,7 @@ class SglangScheduler(Scheduler):
         outputs = self._sample_all(batch)
         if not prefill:
             self._decode_steps += 1
+        if not prefill and not batch.preempted:
             step = self._first_ratio * (1 - _RATIO_AT_LAST) / _RATIO_STEPS
             self._ratio = max(self._first_ratio * _RATIO_AT_LAST, self._ratio - step)
         due = prefill or self._decode_steps % self.settings.decode_log_interval == 0 or not self.has_work
@@ -104,35 +108,51 @@ class SglangScheduler(Scheduler):
         left, input_left = settings.max_num_batched_tokens, settings.max_prefill_tokens
         admitted: list[tuple[Request, int]] = []
         promised = sum(self._still_reserved(request) for request in self.running) * self._ratio
+        if self._chunked is not None or not self.running:
+            self._shut = False
         if self._chunked is not None:
             request, self._chunked = self._chunked, None
-            tokens = min(left, len(request.token_ids) - request.computed_tokens)
-            promised += len(request.token_ids) - request.computed_tokens + self._still_reserved(request)
+            missing = len(request.token_ids) - request.computed_tokens
+            tokens = min(left, missing)
+            space = int(self._space_tokens - promised)
+            if space > 0:
+                tokens = min(tokens, space)
+            padded = -(-tokens // page) * page
+            promised += padded + page + (self._most_reserved(request) if tokens == missing else 0)
             admitted.append((request, tokens))
-            left -= tokens
-            input_left -= tokens
-        while self.waiting and left >= page and input_left > 0:
+            left -= padded
+            input_left -= padded
+        while self.waiting and not self._shut and left > 0 and input_left > 0:
             if len(self.running) + len(admitted) >= settings.max_num_seqs:
+                self._shut = True
                 break
             request = self.waiting[0]
             node = self.pool.match(request, self._most_pages(request))
             self.pool.lock(node)
             hit = self.pool.depth(node) * page
-            need = len(request.token_ids) - hit + self._still_reserved(request) + page
-            if promised + need > self.pool.free_tokens + self.pool.evictable_tokens:
+            tokens = len(request.token_ids) - hit
+            is_cut = -(-tokens // page) * page > left
+            if tokens + self._still_reserved(request) + page >= self._space_tokens - promised:
+                self._shut = bool(self.running or admitted)
                 self.pool.unlock(node)
                 break
-            promised += need
+            if is_cut:
+                tokens = left // page * page
+                if not tokens:
+                    self.pool.unlock(node)
+                    break
             self._nodes[request], self._tree_pages[request] = node, hit // page
             self._held_tokens[request] = 0
             self._admit(request, hit)
-            tokens = len(request.token_ids) - hit
-            if tokens > left:
-                tokens = left // page * page
             admitted.append((request, tokens))
             padded = -(-tokens // page) * page
+            promised += padded + page + (0 if is_cut else self._most_reserved(request))
             left -= padded
             input_left -= padded
+            if self._space_tokens - promised <= 0:
+                self._shut = True
+            if is_cut:
+                break
         chunks = []
         for request, tokens in admitted:
             self._own(request, request.computed_tokens + tokens)
@@ -151,8 +171,15 @@ class SglangScheduler(Scheduler):
         """At least the last token is computed; with pairs of tokens for keys, a prompt is one shorter."""
         return max(0, len(request.token_ids) - 1 - request.lookahead) // self.settings.block_size
 
+    @property
+    def _space_tokens(self) -> int:
+        return self.pool.free_tokens + self.pool.evictable_tokens
+
     def _still_reserved(self, request: Request) -> int:
         return min(max(0, request.max_tokens - request.output_tokens), _RESERVED_MOST_TOKENS)
+
+    def _most_reserved(self, request: Request) -> int:
+        return min(request.max_tokens, _RESERVED_MOST_TOKENS)
 
     # Decode
 
@@ -166,17 +193,18 @@ class SglangScheduler(Scheduler):
             victim.phase = Phase.WAITING
             victim.computed_tokens = 0
             victim.preemptions += 1
-            self.waiting.appendleft(victim)
+            self.waiting.append(victim)
             self.totals.preemptions += 1
             retracted.append(victim)
         if retracted:
-            self._ratio = min(1.0, self._ratio + 0.1)
+            generated = sum(request.output_tokens + _STEPS_AFTER_RETRACTION for request in self.running)
+            self._ratio = min(1.0, generated / (sum(request.max_tokens for request in self.running) + 1))
         return retracted
 
     def _decode_fits(self) -> bool:
         page = self.settings.block_size
         needed = sum(page for request in self.running if request.computed_tokens % page == 0)
-        return needed <= self.pool.free_tokens + self.pool.evictable_tokens
+        return needed <= self._space_tokens
 
     # Memory
 
@@ -207,6 +235,7 @@ class SglangScheduler(Scheduler):
         node = self._nodes.pop(request, None)
         if node is None:
             return
+        self._shut = False
         self.pool.unlock(node)
         self.pool.give_back(self._held_tokens.pop(request))
         del self._tree_pages[request]

@@ -199,3 +199,4 @@ class _Fork:
             self._queue.running = [other for other in self._queue.running if other is not seq]
             if self._queue.free_blocks is not None:
                 self._queue.free_blocks += seq.blocks
+            self._queue.shut = False

@@ -370,6 +370,10 @@ class PrefillCost:
         if decodes.any():
             beside = features[decodes, DECODES] / steps[decodes] - 1
             fixed_s = float(np.median(seconds[decodes] / steps[decodes] / (1 + _DECODE_RATIO * beside)))
+        elif features[prefills, DECODES].any():
+            # Prefill was seen together with decode steps only, as SGLang's take turns.
+            steps = (1 - _DECODE_RATIO) * steps + _DECODE_RATIO * features[:, DECODES]
+            fixed_s = _step_beside_rate_s(steps[prefills], features[prefills, TOKENS], seconds[prefills])
         took_s = float(seconds[prefills].sum())
         tokens_s = max(0.1 * took_s, took_s - fixed_s * float(steps[prefills].sum()))
         rate = tokens_s / float(features[prefills, TOKENS].sum())
@@ -412,6 +416,18 @@ class PrefillCost:
         return _bend(fit, found, columns) if len(seconds) >= _BEND_MIN_SAMPLES else (found, 0)
 
 
+def _step_beside_rate_s(steps: Array, tokens: Array, seconds: Array) -> float:
+    """What a step takes, where each sample is of steps and of tokens at a rate; 0 where they cannot be told apart."""
+    parts = np.stack([steps, tokens], axis=1) / seconds[:, None]
+    if len(seconds) < 2 or np.linalg.cond(parts / np.abs(parts).max(axis=0)) > _COLLINEAR:
+        return 0.0
+    step_s, per_token_s = np.linalg.lstsq(parts, np.ones(len(seconds)), rcond=None)[0]
+    if per_token_s < 0:
+        step_s = 1 / parts[:, 0].max()
+    return max(0.0, float(step_s))
+
+
+_COLLINEAR = 100.0
 _NO_BENDS = (0.0,) * len(BENDS)
 # Grades are off for many reasons; this much in one direction, four times in a row, has one.
 _GRADE_DRIFT = 0.3

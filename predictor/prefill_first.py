@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from math import ceil
 from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
-
-from predictor.engines.sglang import LAST_RATIO, RATIO_STEP, RESERVED_MOST_TOKENS, ratio_after, reserved_tokens
+from predictor.engines.sglang import RESERVED_MOST_TOKENS, ratio_after, ratio_after_retraction, reserved_tokens
 from predictor.engines.vllm import Queue, Sequence, Settings
 from predictor.prefill_cost import StepCost
 from predictor.run_forward import Budget, RunForward
@@ -23,21 +21,20 @@ from predictor.timeline import Course, Others, Timeline
 
 # No more batches and stretches than this are listed of one queue, whatever the budget.
 _MOST_SPANS = 1000
-# What a stretch of decoding costs to list, in spans.
-_STRETCH_WORK = 4
-# In less nobody gets in only because less is reserved.
-_LONG_STRETCH = 16
+# What a stretch of decoding costs to list, in spans, and how many retractions are as much as one.
+_STRETCH_WORK, _RETRACTION_WORK = 1, 4
 _ENDLESS = 1 << 60
+# What nobody holds is evicted in the order in which it was last asked for. Where a waiting prompt's blocks are in that
+# order is not known: they are taken to be gone when so much of what was free has been taken.
+_STALE = 0.5
 _UNTOLD = 1 << 40  # without a `max_tokens` the most stays reserved
-_RATIO_AFTER_RETRACTION = 0.1
 
 
 # What changes as a queue is run forward.
 _STATE = (
-    "_cut", "_decoders", "_free", "_next_end", "_paces", "_ratio", "_reserved", "_steps", "_waiting", "_waiting_blocks",
-    "clock_s", "gated",
+    "_cut", "_decoders", "_ends", "_far", "_far_until", "_free", "_near", "_near_until", "_number", "_offered",
+    "_paces", "_phases", "_ratio", "_shut", "_steps", "_taken", "_unseen", "_waiting", "_waiting_blocks", "clock_s", "gated",
 )  # fmt: skip
-Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +54,20 @@ class Opening:
 
     start_s: float  # after the run's own beginning
     end_s: float  # of the batch that it joins; `start_s` where it joins none
-    room: int  # tokens that are left to it in the first batch, if it takes them all
-    cut_room: int  # and if it needs more: whole pages
+    room: int  # tokens that are left to it in the first batch, in whole pages
     free_blocks: int  # that nobody holds and that are promised to nobody
 
 
 class PrefillFirst:
-    """A queue run forward, opening by opening. Starts from the state after the steps that are under way."""
+    """A queue run forward, opening by opening. Starts from the state after the steps that are under way.
+
+    Of who decodes sums are kept, so that a stretch of decoding costs the same however many do and however long it is.
+    """
 
     __slots__ = (
-        "_arrays", "_cost", "_cut", "_decoders", "_free", "_lag", "_mark", "_next_end", "_paces", "_ratio", "_reserved",
-        "_settings", "_steps", "_waiting", "_waiting_blocks", "_whole", "clock_s", "first_open", "gated", "spans",
-        "work",
+        "_cost", "_cut", "_decoders", "_ends", "_far", "_far_until", "_free", "_lag", "_mark", "_near", "_near_until",
+        "_number", "_offered", "_paces", "_phases", "_ratio", "_settings", "_shut", "_stale", "_steps", "_taken",
+        "_unseen", "_waiting", "_waiting_blocks", "_whole", "clock_s", "first_open", "gated", "spans", "work",
     )  # fmt: skip
 
     def __init__(self, queue: Queue, settings: Settings, cost: StepCost, ends_at: dict[str, int]) -> None:
@@ -78,9 +77,14 @@ class PrefillFirst:
         self._lag = 1 if settings.async_scheduling else 0
         self._free = queue.free_blocks
         self._ratio = queue.reserve_ratio
+        self._shut = queue.shut
+        self._offered = False  # nobody has left since the last opening: whom that did not let in has shut the door
+        # Blocks that have been taken, and how many it takes until what was cached and nobody held is gone.
+        self._taken = 0
+        self._stale = _ENDLESS if queue.free_blocks is None else _STALE * queue.free_blocks
         self._whole = ends_at
         self._steps = 0  # of decoding
-        self.work = 1 + len(queue) // 16  # done so far, in spans
+        self.work = 1 + len(queue) // 4  # done so far, in spans
         self.first_open = 0  # all that is listed lets a newcomer in
         self.clock_s = 0.0
         self.gated = False
@@ -92,12 +96,17 @@ class PrefillFirst:
         for seq in queue.waiting:
             self._wait(seq.copy())
         self._cut: Sequence | None = None
-        self._decoders: list[_Decoder] = []
-        self._arrays: tuple[Counts, Counts] | None = None
-        self._next_end = _ENDLESS
-        self._reserved = 0  # for the outputs of those, in tokens
+        # Who decodes, by a number; of them, who ends when, and how many are at which place in their last page.
+        self._number = 0
+        self._decoders: dict[int, _Decoder] = {}
+        self._ends: list[tuple[int, int]] = []
+        self._phases = [0] * settings.block_size
+        # Reserved for their outputs: the most for so many, until these steps, and for the near rest up to its end.
+        self._far, self._near, self._near_until = 0, 0, 0
+        self._far_until: list[tuple[int, int]] = []
+        self._unseen = 0  # of those near, whose newest token the scheduler does not know of yet
         for seq in queue.running:
-            self._join(seq.copy())
+            self._join(seq.copy(), seq.id in queue.unseen)
 
     @property
     def chunk_tokens(self) -> int:
@@ -106,7 +115,7 @@ class PrefillFirst:
 
     def _opening(self, start_s: float, end_s: float, room: int, free_blocks: int) -> Opening:
         size = self._settings.block_size
-        return Opening(start_s, end_s, room, max(1, room // size * size), free_blocks)
+        return Opening(start_s, end_s, max(1, room // size * size), free_blocks)
 
     @property
     def step_s(self) -> float:
@@ -116,15 +125,20 @@ class PrefillFirst:
     def extend(self) -> None:
         """Lets a batch pass, or a stretch of decoding; there is another opening after that, or not yet."""
         self.work += 1
-        if not self.spans:
+        if not self.spans and self._leaves_room():
             self._set_mark()
         self._paces.append((self.clock_s, self._waiting_blocks))
+        if not self._decoders:
+            self._shut = False
         if self._cut is not None or self._waiting:
-            if not self._prefill():
+            if self._shut and self._cut is None:
                 self.gated = True
                 self._decode()
+            elif not self._prefill():
+                self.gated = self._shut = True
+                self._decode()
         elif self._decoders:
-            if len(self._decoders) < self._settings.max_num_seqs:
+            if not self._shut and len(self._decoders) < self._settings.max_num_seqs:
                 self._offer(self.clock_s, self.clock_s, self.chunk_tokens, 0.0)
             self._decode()
         else:
@@ -151,16 +165,28 @@ class PrefillFirst:
         """One more comes to wait behind all others. What is ahead of it stands as it was listed."""
         if self._mark is not None:
             for name, value in self._mark.items():
-                setattr(self, name, value.copy() if isinstance(value, list | deque) else value)
+                setattr(self, name, value.copy() if isinstance(value, list | dict | deque) else value)
             self.spans = []
-            self._arrays = self._mark = None
+            self._mark = None
         self.work += 1
         self._whole[seq.id] = end
         self._wait(seq.copy())
 
+    def _leaves_room(self) -> bool:
+        """Whether a newcomer may find room in the next batch: one that is filled by who waits already has none."""
+        if self._shut and self._waiting and self._cut is None:
+            return False
+        left = self._settings.max_num_batched_tokens - (self._cut.left if self._cut is not None else 0)
+        for seq in self._waiting:
+            if left <= 0:
+                break
+            left -= seq.left
+        return left > 0
+
     def _set_mark(self) -> None:
         self._mark = {
-            name: value.copy() if isinstance(value := getattr(self, name), list | deque) else value for name in _STATE
+            name: value.copy() if isinstance(value := getattr(self, name), list | dict | deque) else value
+            for name in _STATE
         }
 
     def _wait(self, seq: Sequence) -> None:
@@ -190,18 +216,28 @@ class PrefillFirst:
         return steps * self._cost.step_s(tokens // steps, squares // steps, 0)
 
     def _offer(self, start_s: float, end_s: float, room: int, promised: float) -> None:
+        if self._offered:
+            return
+        self._offered = True
         free = _ENDLESS
         if self._free is not None:
             promised += self._ratio * self._reserved
-            free = self._free - ceil(promised / self._settings.block_size) - 1
+            free = self._free - int(promised // self._settings.block_size) - 1
         self.spans.append(self._opening(start_s, end_s, room, free))
 
-    def _join(self, seq: Sequence) -> None:
+    # Who decodes
+
+    @property
+    def _reserved(self) -> int:
+        """Tokens reserved for their outputs, as the scheduler counts them now."""
+        return self._far * RESERVED_MOST_TOKENS + self._near_until - self._near * self._steps + self._unseen
+
+    def _join(self, seq: Sequence, unseen: bool) -> None:
         """It decodes from now on, or its prefill is in the middle."""
         if seq.prefilling:
             self._cut = seq
             return
-        left = _UNTOLD if seq.max_output is None else seq.max_output - seq.generated
+        left = _UNTOLD if seq.max_output is None else max(0, seq.max_output - seq.generated)
         decoder = _Decoder(
             seq,
             ends=self._steps + max(0, self._whole[seq.id] - seq.generated) + self._lag,
@@ -209,10 +245,83 @@ class PrefillFirst:
             tokens=seq.computed - self._steps,
             others_blocks=-(-seq.computed // self._settings.block_size) - seq.blocks,
         )
-        self._decoders.append(decoder)
-        self._arrays = None
-        self._next_end = min(self._next_end, decoder.ends)
-        self._reserved += reserved_tokens(seq)
+        self._number += 1
+        self._decoders[self._number] = decoder
+        heappush(self._ends, (decoder.ends, self._number))
+        self._phases[(decoder.tokens - 1) % self._settings.block_size] += 1
+        if left > RESERVED_MOST_TOKENS:
+            self._far += 1
+            heappush(self._far_until, (decoder.reserved - RESERVED_MOST_TOKENS, self._number))
+        else:
+            self._near += 1
+            self._near_until += decoder.reserved
+            self._unseen += unseen
+
+    def _leave(self, number: int) -> _Decoder:
+        """What it had is free; somebody has left, so others are tried again."""
+        decoder = self._decoders.pop(number)
+        self._phases[(decoder.tokens - 1) % self._settings.block_size] -= 1
+        if decoder.reserved - self._steps > RESERVED_MOST_TOKENS:
+            self._far -= 1
+        else:
+            self._near -= 1
+            self._near_until -= decoder.reserved
+            self._unseen = min(self._unseen, self._near)
+        if self._free is not None:
+            self._free += -(-(decoder.tokens + self._steps) // self._settings.block_size) - decoder.others_blocks
+        self._shut = self._offered = False
+        return decoder
+
+    @property
+    def _next_end(self) -> int:
+        ends, decoders = self._ends, self._decoders
+        while ends and ends[0][1] not in decoders:
+            heappop(ends)
+        return ends[0][0] if ends else _ENDLESS
+
+    def _retire(self, until: int) -> None:
+        """All are gone that end up to this step."""
+        while self._next_end <= until:
+            self._leave(heappop(self._ends)[1])
+
+    def _pass(self, steps: int) -> None:
+        """So many decode steps."""
+        self.clock_s += steps * self._cost.step_s(0, 0, len(self._decoders))
+        self._steps += steps
+        self._ratio = ratio_after(self._ratio, steps)
+        far = self._far_until
+        while far and far[0][0] <= self._steps:
+            decoder = self._decoders.get(heappop(far)[1])
+            if decoder is not None:
+                self._far -= 1
+                self._near += 1
+                self._near_until += decoder.reserved
+        self._unseen = self._near if self._lag else 0
+
+    def _growth(self, steps: int) -> int:
+        """Blocks that so many more steps take."""
+        size, phases = self._settings.block_size, self._phases
+        whole, rest = divmod(steps, size)
+        blocks = whole * len(self._decoders)
+        if rest:
+            # Those with less than so much left in their last page.
+            last = (size - 1 - self._steps) % size
+            first = last - rest + 1
+            blocks += sum(phases[max(0, first) : last + 1])
+            if first < 0:
+                blocks += sum(phases[first:])
+        return blocks
+
+    def _steps_in_space(self, steps: int, free_blocks: int) -> int:
+        """The most steps for which there are blocks; there are not for so many."""
+        low, high = 0, steps
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if self._growth(middle) <= free_blocks:
+                low = middle
+            else:
+                high = middle
+        return low
 
     # Prefill
 
@@ -221,43 +330,57 @@ class PrefillFirst:
         settings, size, waiting = self._settings, self._settings.block_size, self._waiting
         left, input_left = settings.max_num_batched_tokens, settings.max_prefill_tokens
         batch: list[tuple[Sequence, int]] = []
-        promised = 0.0
+        promised = self._ratio * self._reserved
         steps = 1
         if self._cut is not None:
             seq, self._cut = self._cut.copy(), None
             want = min(left, seq.left)
             steps = max(1, (seq.left - 1) // want)
             batch.append((seq, want))
-            left -= want
-            input_left -= want
-            promised += seq.left - want + reserved_tokens(seq)
+            padded = -(-want // size) * size
+            left -= padded
+            input_left -= padded
+            promised += size + (0 if want < seq.left else reserved_tokens(seq.max_output, 0))
             if self._free is not None:
-                self._free -= self._blocks_for(seq, want * steps)
-        blocked = left <= 0
-        while waiting and not blocked and left >= size and input_left > 0:
+                self._take(self._blocks_for(seq, want * steps))
+            self._shut = False
+        shut = False
+        while waiting and left > 0 and input_left > 0:
             seq = waiting[0]
+            if self._taken > self._stale and seq.computed > seq.kept_blocks * size:
+                seq = waiting[0] = seq.copy()
+                seq.computed = seq.kept_blocks * size
             if len(self._decoders) + len(batch) >= settings.max_num_seqs:
+                shut = True
                 break
             want = seq.left
             if self._free is not None:
                 hits = max(0, -(-seq.computed // size) - seq.shared_blocks)
-                need = want + reserved_tokens(seq) + size
-                if self._ratio * self._reserved + promised + need > (self._free - hits) * size:
-                    blocked = True
+                need = want + reserved_tokens(seq.max_output, seq.generated) + size
+                if need >= (self._free - hits) * size - promised:
+                    shut = True
                     break
-                promised += need - want
-            if want > left:
-                want = left // size * size
-                blocked = True
+            padded, is_cut = -(-want // size) * size, False
+            if padded > left:
+                want = padded = left // size * size
+                is_cut = True
+                if not want:
+                    break
+            promised += size + (0 if is_cut else reserved_tokens(seq.max_output, 0))
             seq = self._next_waiting()
             batch.append((seq, want))
-            if self._free is not None:
-                self._free -= self._blocks_for(seq, want)
-            padded = -(-want // size) * size
             left -= padded
             input_left -= padded
+            if self._free is not None:
+                self._take(self._blocks_for(seq, want))
+                if self._free * size - promised <= 0:
+                    shut = True
+                    break
+            if is_cut:
+                break
         if not batch:
             return False
+        self._shut = shut
         new_tokens = sum(want for _, want in batch)
         squares = sum((seq.computed + want) ** 2 - seq.computed**2 for seq, want in batch)
         start_s = self.clock_s
@@ -270,8 +393,10 @@ class PrefillFirst:
             self.clock_s += first_s
         slots = len(self._decoders) + len(batch) < settings.max_num_seqs
         room = left if left >= size and input_left > 0 else 0
-        if not blocked and not waiting and slots and room > 0:
-            self._offer(start_s, self.clock_s, room, promised)
+        whole = batch[-1][1] == batch[-1][0].left
+        if whole and not shut and not waiting and slots and room > 0:
+            self._offer(start_s, self.clock_s, room, promised - self._ratio * self._reserved)
+        self._unseen = 0
         for seq, want in batch:
             done = want * steps
             if self._free is not None:
@@ -281,9 +406,14 @@ class PrefillFirst:
                 seq.generated += 1
             else:
                 seq.computed += done
-            self._join(seq)
-        self._retire()
+            self._join(seq, bool(self._lag))
+        self._retire(self._steps)
         return True
+
+    def _take(self, blocks: int) -> None:
+        assert self._free is not None
+        self._free -= blocks
+        self._taken += blocks
 
     def _blocks_for(self, seq: Sequence, tokens: int) -> int:
         return max(0, -(-(seq.computed + tokens) // self._settings.block_size) - seq.blocks - seq.shared_blocks)
@@ -291,7 +421,7 @@ class PrefillFirst:
     # Decode
 
     def _decode(self) -> None:
-        """Lets decode steps pass until somebody ends, or one who waits gets in without that."""
+        """Lets decode steps pass until somebody leaves: nobody gets in before."""
         self.work += _STRETCH_WORK
         if not self._decoders:
             # Whoever waits can never be admitted, and that is not to be believed.
@@ -299,113 +429,48 @@ class PrefillFirst:
             return
         steps = max(1, self._next_end - self._steps)
         if self._free is not None:
-            growth = int(self._growth(steps))
+            growth = self._growth(steps)
             if growth > self._free:
-                steps = self._steps_in_space(steps)
+                steps = self._steps_in_space(steps, self._free)
                 if not steps:
-                    self._retract()
-                    return
-                growth = int(self._growth(steps))
-            if steps >= _LONG_STRETCH and self._waiting and len(self._decoders) < self._settings.max_num_seqs:
-                steps = self._until_admitted(steps)
-                growth = int(self._growth(steps))
-            self._free -= growth
-        self.clock_s += steps * self._cost.step_s(0, 0, len(self._decoders))
-        self._steps += steps
-        self._ratio = ratio_after(self._ratio, steps)
-        self._reserved = int(self._reserved_after(0))
-        self._retire()
+                    if not self._make_room():
+                        return
+                    steps = 1  # those who stay go on before anybody is tried again
+                growth = self._growth(steps)
+            self._take(growth)
+        self._pass(steps)
+        self._retire(self._steps)
 
-    def _retire(self) -> None:
-        if self._next_end > self._steps:
-            return
-        staying: list[_Decoder] = []
-        for decoder in self._decoders:
-            if decoder.ends > self._steps:
-                staying.append(decoder)
-            else:
-                self._drop(decoder)
-        self._set_decoders(staying)
-
-    def _drop(self, decoder: _Decoder) -> None:
-        self._reserved -= max(0, min(decoder.reserved - self._steps, RESERVED_MOST_TOKENS))
-        if self._free is not None:
-            tokens = decoder.tokens + self._steps
-            self._free += -(-tokens // self._settings.block_size) - decoder.others_blocks
-
-    def _set_decoders(self, decoders: list[_Decoder]) -> None:
-        self._decoders, self._arrays = decoders, None
-        self._next_end = min((decoder.ends for decoder in decoders), default=_ENDLESS)
-
-    def _known(self) -> tuple[Counts, Counts]:
-        """Of every decoder: until which step something is reserved for it, and its tokens before the first step."""
-        if self._arrays is None:
-            count = len(self._decoders)
-            self._arrays = (
-                np.fromiter((decoder.reserved for decoder in self._decoders), np.int64, count),
-                np.fromiter((decoder.tokens for decoder in self._decoders), np.int64, count),
-            )
-        return self._arrays
-
-    def _reserved_after(self, steps: Counts | int) -> np.int64 | Counts:
-        """Tokens reserved for outputs after so many more steps; of a column of steps, a row each."""
-        until, _ = self._known()
-        total: np.int64 | Counts = np.clip(until - self._steps - steps, 0, RESERVED_MOST_TOKENS).sum(-1)
-        return total
-
-    def _growth(self, steps: Counts | int) -> np.int64 | Counts:
-        """Blocks that so many more steps take."""
-        _, tokens = self._known()
-        size = self._settings.block_size
-        now = tokens + self._steps
-        total: np.int64 | Counts = (-(-(now + steps) // size) + now // -size).sum(-1)
-        return total
-
-    def _steps_in_space(self, steps: int) -> int:
-        """The most steps for which there are blocks; there are not for so many."""
+    def _make_room(self) -> bool:
+        """There is no page for the next step: those whose last token is on its way are waited for, or else who has
+        generated least goes back to the queue and loses what it had. Whether the step passes then."""
+        before = len(self._decoders)
+        self._retire(self._steps + self._lag)
+        if len(self._decoders) < before:
+            return False
+        self.gated = True
         assert self._free is not None
-        low, high = 0, steps
-        while low + 1 < high:
-            middle = (low + high) // 2
-            if self._growth(middle) <= self._free:
-                low = middle
-            else:
-                high = middle
-        return low
+        retracted = 0
+        while self._decoders and self._growth(1) > self._free:
+            self._retract()  # one that is alone and has no room is taken to end
+            retracted += 1
+        self.work += retracted * (1 + len(self._decoders) // 16) // _RETRACTION_WORK
+        self._ratio = ratio_after_retraction(
+            (self._generated(decoder) - self._lag, decoder.seq.max_output) for decoder in self._decoders.values()
+        )
+        return bool(self._decoders)
 
-    def _until_admitted(self, steps: int) -> int:
-        """The first of the steps after which the head of the queue fits, since less is reserved; all if it never does.
-
-        Looked at in leaps: whoever fits stays fitting for a while.
-        """
-        assert self._free is not None
-        leap = max(1, steps // 16)
-        passed = np.arange(leap, steps, leap)
-        if not len(passed):
-            return steps
-        size, seq = self._settings.block_size, self._waiting[0]
-        ratios = np.maximum(LAST_RATIO, self._ratio - passed * RATIO_STEP)
-        column = passed[:, None]
-        hits = max(0, -(-seq.computed // size) - seq.shared_blocks)
-        need = seq.left + reserved_tokens(seq) + size
-        fits = ratios * self._reserved_after(column) + need <= (self._free - self._growth(column) - hits) * size
-        first = int(fits.argmax())
-        return int(passed[first]) if fits[first] else steps
+    def _generated(self, decoder: _Decoder) -> int:
+        return decoder.tokens + self._steps - decoder.seq.prompt_tokens + 1
 
     def _retract(self) -> None:
-        """Who has generated least goes back to the queue and loses what it had."""
-        self.gated = True
-        victim = min(self._decoders, key=lambda item: (item.tokens - item.seq.prompt_tokens, -item.seq.prompt_tokens))
-        self._drop(victim)
-        self._set_decoders([decoder for decoder in self._decoders if decoder is not victim])
-        if not self._decoders:
-            return  # alone it has no room: it is taken to end
-        seq = victim.seq.copy()
-        seq.generated = max(1, victim.tokens + self._steps - seq.prompt_tokens + 1)
-        seq.computed = seq.blocks = seq.shared_blocks = 0
-        self._waiting.appendleft(seq)
-        self._waiting_blocks += -(-(seq.prompt_tokens + seq.generated) // self._settings.block_size)
-        self._ratio = min(1.0, self._ratio + _RATIO_AFTER_RETRACTION)
+        """It waits behind everybody from now on, the newcomer included: here it is gone."""
+        self._leave(
+            min(
+                self._decoders,
+                key=lambda one: (self._generated(self._decoders[one]), -self._decoders[one].seq.prompt_tokens),
+            )
+        )
 
 
 class PrefillFirstTimeline(Timeline):
@@ -417,6 +482,11 @@ class PrefillFirstTimeline(Timeline):
         super().__init__(begins_s, ahead, others)
         self._run = cast("PrefillFirst", cast("object", ahead))
 
+    @property
+    def _work_of_a_future(self) -> int:
+        """Twice what this one needed: by the pace of its beginning it would say less than this one does."""
+        return 2 * self._run.work
+
     def admitted_s(self, blocks: int = 0, budget: Budget | None = None) -> float:
         return self.begins_s + self._opening(blocks, budget).start_s
 
@@ -425,14 +495,10 @@ class PrefillFirstTimeline(Timeline):
         admitted_s, end_s = self.begins_s + opening.start_s, self.begins_s + opening.end_s
         most, step_s = self._run.chunk_tokens, self._run.step_s
         joins = opening.end_s > opening.start_s
-        if joins and tokens <= opening.room:
-            return Course(admitted_s, admitted_s, end_s, tokens, 0, opening.room - tokens)
-        steps = 0  # of its own
-        if joins:
-            tokens -= opening.cut_room
-        elif tokens > most:
-            tokens -= opening.cut_room  # cut for the first time, it gets whole pages
-            steps = 1
+        steps = 0 if joins else 1  # of its own
+        if tokens <= opening.room:
+            return Course(admitted_s, admitted_s, end_s + steps * step_s, tokens, 0, opening.room - tokens)
+        tokens -= opening.room
         steps += ceil(tokens / most)
         last = tokens - (ceil(tokens / most) - 1) * most
         return Course(admitted_s, end_s + (steps - 1) * step_s, end_s + steps * step_s, last, 0, most - last)
@@ -446,7 +512,7 @@ class PrefillFirstTimeline(Timeline):
                     if budget is not None:
                         budget.cut += 1
                     begins_s = run.clock_s + run.rest_s(blocks)
-                    return Opening(begins_s, begins_s, run.chunk_tokens, run.chunk_tokens, _ENDLESS)
+                    return Opening(begins_s, begins_s, run.chunk_tokens, _ENDLESS)
             if run.spans[place].free_blocks >= blocks:
                 return run.spans[place]
             run.gated = True

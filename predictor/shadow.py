@@ -31,6 +31,7 @@ from predictor.run_forward import Budget, RunForward, whole_output
 from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
 from predictor.timeline import Guess, Others, Pace, Timeline
+from predictor.turns import Turns
 
 # Evidence that no so many steps explain is about something else than what the shadow knows.
 _MAX_STEPS_BEHIND = 4096
@@ -66,7 +67,7 @@ class _Load:
 class _UnderWay:
     step: Step
     seconds: float  # predicted
-    doubtful: bool = False  # somebody was let in who had to wait for space: perhaps it was somewhat later
+    before: tuple[float, bool, frozenset[str]] = (0.0, False, frozenset())  # of the queue: ratio, shut, unseen
 
 
 @dataclass(slots=True)
@@ -88,37 +89,6 @@ class _Interval:
         self.new_tokens += step.new_tokens
         self.squares += step.squares
         self.decoding += len(step.decodes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """All that has passed since the beginning, where prefill and decode steps take turns."""
-
-    decode_steps: int = 0
-    decoding: int = 0
-    prefill_steps: int = 0
-    new_tokens: int = 0
-    squares: int = 0
-
-    def with_step(self, step: Step, decoding: int, times: int = 1) -> _Passed:
-        return _Passed(
-            self.decode_steps + (0 if step.chunks else times),
-            self.decoding + (0 if step.chunks else times * decoding),
-            self.prefill_steps + (times if step.chunks else 0),
-            self.new_tokens + times * step.new_tokens,
-            self.squares + times * step.squares,
-        )
-
-    def sample(self, since: _Passed, decode_steps: int, duration_s: float) -> StepSample:
-        """What passed since then, of which so many steps were decodes, however many had been counted."""
-        counted = max(1, self.decode_steps - since.decode_steps)
-        return StepSample(
-            duration_s,
-            self.new_tokens - since.new_tokens,
-            self.squares - since.squares,
-            round((self.decoding - since.decoding) * decode_steps / counted),
-            decode_steps + self.prefill_steps - since.prefill_steps,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +144,7 @@ class Shadow:
         self._outlook = Outlook(self._look)
         self._looked_s = 0.0
         self._pace = Pace()
-        self._passed = _Passed()
-        self._gated = False  # somebody waits for space, and decode steps go on
-        # When the first token of each that decodes came, and what had passed until then.
-        self._decoding_since: dict[str, tuple[float, _Passed]] = {}
+        self._turns = Turns()
         self._load: _Load | None = None
         self._wanted: int | None = None
         self.forced = 0  # times that evidence contradicted the rule
@@ -221,6 +188,8 @@ class Shadow:
             deque(copies[id(seq)] for seq in self._queue.waiting),
             self._queue.free_blocks,
             self._queue.reserve_ratio,
+            self._queue.shut,
+            self._queue.unseen,
         )
         steps = [
             Step(
@@ -260,6 +229,8 @@ class Shadow:
             self._queue.reserve_ratio = FIRST_RATIO
         if seq.computed and self.crowded:
             seq.shared_blocks = seq.computed // self._settings.block_size  # what will be left is what somebody holds
+        if seq.computed and self._takes_turns:
+            seq.kept_blocks = next((common for _, common in self._prefixes.nearest(seq.hashes)), 0)
         self._queue.waiting.append(seq)
         self._sequences[seq.id] = seq
         self._prefixes.add(seq.id, np.asarray(seq.hashes, np.uint64), seq.computed // self._settings.block_size)
@@ -364,16 +335,14 @@ class Shadow:
         """Its prefill is done, and the step that finished it has just ended."""
         self.advance(now_s)
         seq = self._sequences.get(seq_id)
-        if seq is None or seq_id in self._decoding_since:
+        if seq is None or seq_id in self._turns:
             return
         if not self._emitted(seq):
-            if self._under_way and self._under_way[0].doubtful:
-                self._begin_later(now_s)
             self._catch_up(lambda: self._emitted(seq) > 0, now_s)
             if not self._emitted(seq):
                 self._force(seq, now_s)
         if self._takes_turns:
-            self._decoding_since[seq_id] = now_s, self._passed
+            self._turns.begins(seq_id, now_s)
 
     def finish(self, seq_id: str, now_s: float, output_tokens: int | None = None, evicts: bool = False) -> None:
         """It left the engine, however it ended, after so many tokens if that is known.
@@ -420,52 +389,57 @@ class Shadow:
         return self._settings.family == "sglang"
 
     def _learn_from_output(self, seq: Sequence, output_tokens: int | None, now_s: float) -> None:
-        """How many decode steps there were since its first token is known now, and of what else in the same time.
-
-        What was counted wrong was counted wrong for all: for each the part of it that fell into its own time.
-        """
-        since_s, before = self._decoding_since.get(seq.id, (now_s, self._passed))
-        generated = self._emitted(seq)
-        if output_tokens is None or not generated or seq.id not in self._decoding_since:
+        """How many decode steps there were since its first token is known now, and of what else in the same time."""
+        if output_tokens is None or seq.id not in self._turns or not self._emitted(seq):
             return
-        if output_tokens >= _MIN_OUTPUT_TOKENS and self._on_sample is not None:
-            self._on_sample(self._passed.sample(before, output_tokens - 1, now_s - since_s))
-        ahead = generated - output_tokens
-        if not ahead:
+        self._step_ended(seq, output_tokens, now_s)
+        ahead = self._emitted(seq) - output_tokens
+        sample = self._turns.learn(seq.id, output_tokens, now_s)
+        if sample is not None and output_tokens >= _MIN_OUTPUT_TOKENS and self._on_sample is not None:
+            self._on_sample(sample)
+        if not ahead or not self._uncompose(0):
             return
-        passed = self._passed
-        counted = max(1, passed.decode_steps - before.decode_steps)
-        share = ahead / counted
+        self._move_decodes(seq, -ahead)
         for other in self._queue.running:
-            if other is not seq and not other.prefilling:
-                self._move_decodes(other, -round(share * min(other.generated, generated)))
-        self._passed = replace(
-            passed,
-            decode_steps=passed.decode_steps - ahead,
-            decoding=passed.decoding - round(share * (passed.decoding - before.decoding)),
-        )
+            generated = self._turns.generated(other.id)
+            if other is not seq and not other.prefilling and generated is not None:
+                self._move_decodes(other, generated - other.generated)
+        if self._settings.async_scheduling:
+            # It was composed when it was not known yet that this one would end.
+            self._composes_s = now_s
+            self._compose(1)
         self._changed()
 
-    def _begin_later(self, now_s: float) -> None:
-        """The prefill under way ends just now. If that is late it had begun late, and decoding went on before."""
-        prefill = self._under_way[0]
-        late_s = now_s - self._began_s - prefill.seconds
-        steps = int(late_s / self._cost.step_s(0, 0, len(self._decoding_since)))
-        if self._interval is not None:
-            self._interval.guessed = True
-        prefill.doubtful = False
-        if steps > 0:
-            self._count_decodes(steps, {id(seq) for seq, _, _ in prefill.step.chunks})
+    def _step_ended(self, seq: Sequence, output_tokens: int, now_s: float) -> None:
+        """The step that gave its last token has just ended: with overlap one is under way, and the next is composed."""
+        while self._under_way and self._emitted(seq) < output_tokens:
+            if not any(seq is other for other in self._under_way[0].step.decodes):
+                break
+            self._end_step(now_s)
+        if self._emitted(seq) == output_tokens and self._uncompose(1 if self._settings.async_scheduling else 0):
+            self._began_s = self._composes_s = now_s
+
+    def _uncompose(self, keep: int) -> bool:
+        """Takes back what was composed too early, but for so many steps; False if that cannot be done."""
+        if any(item.step.preempted for item in list(self._under_way)[keep:]):
+            return False
+        queue = self._queue
+        while len(self._under_way) > keep:
+            item = self._under_way.pop()
+            present = self._sequences
+            for seq in item.step.decodes:
+                if seq.id in present:
+                    self._move_decodes(seq, -1)
+            undo(queue, replace(item.step, decodes=()))
+            queue.reserve_ratio, queue.shut, queue.unseen = item.before
+        return True
 
     def _count_decodes(self, steps: int, but: Set[int] = frozenset()) -> None:
         """There were so many decode steps more than was counted, or less."""
         for other in self._queue.running:
             if not other.prefilling and id(other) not in but:
                 self._move_decodes(other, steps)
-        passed, decoding = self._passed, len(self._decoding_since)
-        self._passed = replace(
-            passed, decode_steps=passed.decode_steps + steps, decoding=passed.decoding + steps * decoding
-        )
+        self._turns.decoded(steps)
         self._changed()
 
     def settle(self, now_s: float | None = None) -> None:
@@ -760,25 +734,27 @@ class Shadow:
         self._outlook.changed()
         self._load = self._wanted = None
 
-    def _compose(self) -> None:
+    def _compose(self, depth: int | None = None) -> None:
         """Composes the next step, and with asynchronous scheduling the one after it as well."""
         assert self._composes_s is not None
         if not self._under_way:
             self._began_s = self._composes_s
+            self._queue.unseen = frozenset()
         self._composes_s = None
-        depth = 2 if self._settings.async_scheduling else 1
+        depth = depth or (2 if self._settings.async_scheduling else 1)
+        queue = self._queue
         while len(self._under_way) < depth:
+            before = queue.reserve_ratio, queue.shut, queue.unseen
             step = self._rule(self._queue, self._settings, lookup=self._reusable)
-            doubtful = self._takes_turns and self._gated and bool(step.chunks)
-            self._gated = bool(self._queue.waiting) and (self._gated or not step.chunks)
             for seq in step.preempted:
                 self._forget_tail(seq)
+                self._turns.breaks(seq.id)
             if step.empty:
                 break
             waiting = self._queue.waiting
             self._kept_out = waiting[0] if waiting and not step.chunks and not step.preempted else None
             seconds = self._cost.step_s(step.new_tokens, step.squares, len(step.decodes))
-            self._under_way.append(_UnderWay(step, seconds, doubtful))
+            self._under_way.append(_UnderWay(step, seconds, before))
         if not self._under_way:
             self._interval = None
         self._changed()
@@ -791,8 +767,7 @@ class Shadow:
         if self._interval is not None:
             self._interval.add(ended)
         if self._takes_turns:
-            # Who is known to have begun and not to have ended; by the count of steps some may seem to be done.
-            self._passed = self._passed.with_step(ended, len(self._decoding_since))
+            self._turns.passed(ended)
         self._began_s = end_s
         if self._sequences:
             self._composes_s = end_s
@@ -872,11 +847,10 @@ class Shadow:
         """Whether this step is decodes only and will be the same again until somebody comes or goes."""
         queue, settings = self._queue, self._settings
         full = len(queue.running) >= settings.max_num_seqs or len(step.decodes) >= settings.max_num_batched_tokens
-        shut = not queue.waiting or full or queue.waiting[0] is self._kept_out
+        kept_out = queue.shut if self._takes_turns else bool(queue.waiting) and queue.waiting[0] is self._kept_out
+        shut = not queue.waiting or full or kept_out
         if not shut or any(item.step.chunks for item in self._under_way):
             return False
-        if queue.waiting and settings.family == "sglang":
-            return False  # less is reserved with each step, until somebody fits
         # For who has left, or was preempted since, nothing is computed any more and no space is taken.
         running = {id(seq) for seq in queue.running}
         return all(id(seq) in running for seq in step.decodes)
@@ -904,7 +878,7 @@ class Shadow:
                 self._interval.decoding += more * len(oldest.step.decodes)
             self._began_s += more * oldest.seconds
             if self._takes_turns:
-                self._passed = self._passed.with_step(oldest.step, len(self._decoding_since), more)
+                self._turns.passed(oldest.step, more)
                 queue.reserve_ratio = ratio_after(queue.reserve_ratio, more)
         self._end_step(self._began_s + oldest.seconds)
 
@@ -929,8 +903,8 @@ class Shadow:
             # It was prefilled while decoding was taken to go on.
             step = Step(((seq, min(seq.computed, seq.credited), seq.prompt_tokens),), (), 0)
             prefill_s = self._cost.step_s(step.new_tokens, step.squares, 0)
-            self._count_decodes(-int(prefill_s / self._cost.step_s(0, 0, len(self._decoding_since))), {id(seq)})
-            self._passed = self._passed.with_step(step, 0)
+            self._count_decodes(-int(prefill_s / self._cost.step_s(0, 0, self._turns.decoding)), {id(seq)})
+            self._turns.passed(step)
         if any(seq is other for other in self._queue.waiting):
             self._queue.waiting = deque(other for other in self._queue.waiting if other is not seq)
             self._queue.running.append(seq)
@@ -951,10 +925,12 @@ class Shadow:
         queue = self._queue
         del self._sequences[seq.id]
         self._prefixes.remove(seq.id)
-        self._decoding_since.pop(seq.id, None)
+        self._turns.ends(seq.id)
         self._forget_tail(seq)
+        before = len(queue.running)
         queue.running = [other for other in queue.running if other is not seq]
         queue.waiting = deque(other for other in queue.waiting if other is not seq)
+        queue.shut = queue.shut and len(queue.running) == before
         if seq.blocks and queue.free_blocks is not None and len(seq.hashes):
             self._pass_on(seq)
         self._take(-seq.blocks)

@@ -99,7 +99,7 @@ class Timeline:
             budget.cut += 1
         pace, first_s = self._others.pace, course.finish_s - self.begins_s
         courses = {0: course}
-        for number, ahead, own in self._others.futures(len(self.spans), budget):
+        for number, ahead, own in self._others.futures(self._work_of_a_future, budget):
             courses[number] = other = type(self)(self.begins_s, ahead).course(tokens, blocks, own)
             if first_s > _SOME_WAIT_S:
                 pace.ratios[number] = (other.finish_s - self.begins_s) / first_s
@@ -108,6 +108,11 @@ class Timeline:
                 courses[number] = course.stretched(self.begins_s, ratio)
         in_order = sorted(courses.values(), key=lambda other: other.finish_s)
         return in_order[len(in_order) // 2]
+
+    @property
+    def _work_of_a_future(self) -> int:
+        """Spans that must be listed of another future before it says anything."""
+        return min(len(self.spans), _ENOUGH_OF_A_FUTURE)
 
     def course(self, tokens: int, blocks: int = 0, budget: Budget | None = None) -> Course:
         """How a newcomer with so many tokens to compute would go through, without what computing them costs.
@@ -221,15 +226,15 @@ class Others:
         """Whether there are some, or there can be none any more."""
         return bool(self._known) or self._is_closed or self._count < 2
 
-    def futures(self, spans: int, budget: Budget | None) -> Iterator[tuple[int, RunForward, Budget | None]]:
-        """Some of them by number, each with its part of the budget: those known, and as many as can be listed for the
-        most part, if a future has about so many spans. They take turns."""
+    def futures(self, work: int, budget: Budget | None) -> Iterator[tuple[int, RunForward, Budget | None]]:
+        """Some of them by number, each with its part of the budget: those known, and as many as can be listed if so
+        many spans of one are enough. They take turns."""
         numbers = list(self._known)
         if not self._is_closed:
             turns = (1 + (self.pace.turn + place) % self._count for place in range(self._count))
             new = [number for number in turns if number not in self._known]
             if budget is not None:
-                del new[max(0, budget.left) // max(1, min(spans, _ENOUGH_OF_A_FUTURE)) :]
+                del new[max(0, budget.left) // max(1, work) :]
             if new:
                 self.pace.turn = new[-1]
             numbers += new

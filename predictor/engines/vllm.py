@@ -66,6 +66,9 @@ class Sequence:
     max_output: int | None = None  # the caller's `max_tokens`: the engine stops there by itself
     blocks: int = 0  # KV blocks that count for it: all it has, less those that others had before it
     shared_blocks: int = 0  # leading blocks that others hold as well and that count for them
+    kept_blocks: int = (
+        0  # leading blocks that stay cached while it waits, since others have them, too
+    )
     hashes: BlockHashes | ReadOnly[int] = ()  # of the prompt's full blocks
     draws: tuple[float, ...] = ()  # for its output's length, one for each imagined future
     output_hashes: list[int] = field(default_factory=list)  # of the full blocks after those, as they become known
@@ -91,7 +94,7 @@ class Sequence:
     def copy(self) -> Sequence:
         return Sequence(
             self.id, self.prompt_tokens, self.computed, self.expected_output, self.watched, self.generated,
-            self.max_output, self.blocks, self.shared_blocks, self.hashes,
+            self.max_output, self.blocks, self.shared_blocks, self.kept_blocks, self.hashes,
         )  # fmt: skip
 
 
@@ -103,13 +106,15 @@ class Queue:
     waiting: deque[Sequence] = field(default_factory=deque)
     free_blocks: int | None = None  # None: never short
     reserve_ratio: float = 0.7  # SGLang: what of the outputs to come is kept free
+    shut: bool = False  # SGLang: somebody was turned away, and nobody is tried again before one has left
+    unseen: frozenset[str] = frozenset()  # SGLang: whose newest token its scheduler does not know of yet (overlap)
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
 
     def copy(self) -> Queue:
         running, waiting = [seq.copy() for seq in self.running], deque(seq.copy() for seq in self.waiting)
-        return Queue(running, waiting, self.free_blocks, self.reserve_ratio)
+        return Queue(running, waiting, self.free_blocks, self.reserve_ratio, self.shut, self.unseen)
 
 
 @dataclass(frozen=True, slots=True)

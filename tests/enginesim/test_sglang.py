@@ -102,9 +102,9 @@ def test_a_request_waits_while_the_room_that_others_reserve_is_too_little() -> N
     steps = engine.run([(0.0, long), (0.002, other)])
     firsts = first_tokens_s(steps)
     assert firsts[2] > 0.03
-    # It gets in once the reserve of the running one has shrunk, long before that one ends.
+    # Turned away once, it is not tried again before somebody has left, however little is reserved by then.
     ends = {output.request.id: step.end_s for step in steps for output in step.outputs if output.finish_reason}
-    assert firsts[2] < ends[1]
+    assert ends[1] < firsts[2] < ends[1] + 0.02
 
 
 def test_whole_leaves_go_first_and_are_told_in_one_event() -> None:

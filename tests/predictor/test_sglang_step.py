@@ -57,9 +57,47 @@ def test_who_is_let_in_has_room_for_its_output_beside_what_is_promised_to_others
         queue = Queue([decoding("x", max_output=101)], deque([prompt("a", 50, max_output=20)]), free_blocks, LAST_RATIO)
         return bool(schedule(queue, PLAIN).chunks)
 
-    # 9.8 for who decodes, 50 + 20 of its own, and a page.
+    # 9.8 for who decodes, 50 + 20 of its own, and a page; and not quite all may be taken.
     assert not admitted(80)
     assert admitted(81)
+
+
+def test_who_was_turned_away_is_not_tried_again_before_somebody_has_left() -> None:
+    queue = Queue([decoding("x", 101), decoding("y", 2)], deque([prompt("a", 50, max_output=20)]), 80, LAST_RATIO)
+    assert not schedule(queue, PLAIN).chunks
+    queue.free_blocks = 1000  # as if there were room now
+    assert schedule(queue, PLAIN).decodes
+    queue.running.pop()
+    queue.shut = False
+    assert shares(schedule(queue, PLAIN)) == [("a", 50)]
+
+
+def test_a_prompt_that_is_cut_opens_the_door_for_its_last_batch() -> None:
+    queue = Queue([decoding("x")], deque([prompt("giant", 1500), prompt("small", 30)]))
+    assert shares(schedule(queue, PLAIN)) == [("giant", 1000)]
+    queue.shut = True
+    assert shares(schedule(queue, PLAIN)) == [("giant", 500), ("small", 30)]
+
+
+def test_with_overlap_the_scheduler_reserves_for_tokens_that_it_has_not_seen_yet() -> None:
+    def admitted(max_output: int, unseen: bool) -> bool:
+        queue = Queue([decoding("x", max_output)], deque([prompt("a", 50, max_output=20)]), 172, 1.0)
+        queue.unseen = frozenset(["x"] if unseen else [])
+        return bool(schedule(queue, Settings(family="sglang", block_size=1, async_scheduling=True)).chunks)
+
+    # Of 172, 71 are for the newcomer: 100 may be promised, and the first token of x is not counted while it is unseen.
+    assert admitted(101, unseen=False)
+    assert not admitted(101, unseen=True)
+    assert admitted(100, unseen=True)
+
+
+def test_with_overlap_the_space_of_who_is_about_to_end_is_waited_for() -> None:
+    ending, staying = decoding("ending", 1), decoding("staying")
+    ending.blocks = staying.blocks = 10
+    queue = Queue([ending, staying], free_blocks=0)
+    step = schedule(queue, Settings(family="sglang", block_size=1, async_scheduling=True))
+    assert step.empty
+    assert not step.preempted
 
 
 def test_without_max_tokens_the_most_is_reserved() -> None:
@@ -86,6 +124,16 @@ def test_where_no_page_is_left_who_has_generated_least_goes_back_with_nothing() 
     assert [seq.id for seq in step.decodes] == ["old"]
     assert [seq.id for seq in step.preempted] == ["young"]
     assert (young.computed, young.blocks, list(queue.waiting)) == (0, 0, [young])
+
+
+def test_who_is_retracted_waits_behind_all_others_and_more_is_reserved() -> None:
+    old, young = decoding("old"), decoding("young")
+    old.generated, old.blocks, old.computed, young.blocks = 50, 60, 59, 11
+    queue = Queue([old, young], deque([prompt("waiting", 500)]), free_blocks=1, reserve_ratio=LAST_RATIO, shut=True)
+    schedule(queue, PLAIN)
+    assert [seq.id for seq in queue.waiting] == ["waiting", "young"]
+    assert queue.reserve_ratio == pytest.approx((50 + 20) / (100 + 1))
+    assert not queue.shut
 
 
 @given(
@@ -144,4 +192,5 @@ def test_every_step_is_what_the_simulated_engine_composes(
                 queue.running.remove(seq)
                 assert queue.free_blocks is not None
                 queue.free_blocks += seq.blocks
+                queue.shut = False
     raise AssertionError("it never ends")

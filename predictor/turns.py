@@ -1,0 +1,105 @@
+"""What has passed of a worker whose prefill and decode steps take turns, as SGLang's do.
+
+All who decode have had the same decode steps since their first tokens. How many there were is counted by what a step is
+predicted to take, so it drifts; whoever ends tells how many there were in his own time. That puts the count right, and
+everybody else's with it: each by the part of the error that fell into the time they had in common.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from predictor.engines.vllm import Step
+from predictor.step_sample import StepSample
+
+
+@dataclass(slots=True)
+class _Mark:
+    """Where a request's decoding began, on the counts as they are by now."""
+
+    at_s: float
+    decode_steps: float
+    decoding: float
+    prefill_steps: int
+    new_tokens: int
+    squares: int
+    whole: bool = True  # it has decoded ever since
+
+
+class Turns:
+    """Counts since the beginning. Of decodes they are of what is known by now, and need not be whole numbers."""
+
+    def __init__(self) -> None:
+        self._decode_steps = 0.0
+        self._decoding = 0.0  # summed over those steps
+        self._prefill_steps = self._new_tokens = self._squares = 0
+        self._marks: dict[str, _Mark] = {}
+
+    def __contains__(self, seq_id: str) -> bool:
+        return seq_id in self._marks
+
+    @property
+    def decoding(self) -> int:
+        """Requests that are known to have begun and not to have ended."""
+        return len(self._marks)
+
+    def begins(self, seq_id: str, now_s: float) -> None:
+        """It has had its first token."""
+        self._marks[seq_id] = _Mark(
+            now_s, self._decode_steps, self._decoding, self._prefill_steps, self._new_tokens, self._squares
+        )
+
+    def breaks(self, seq_id: str) -> None:
+        """It was retracted: decode steps pass that it has no part in."""
+        mark = self._marks.get(seq_id)
+        if mark is not None:
+            mark.whole = False
+
+    def ends(self, seq_id: str) -> None:
+        self._marks.pop(seq_id, None)
+
+    def passed(self, step: Step, times: int = 1) -> None:
+        """So many steps like this one have ended."""
+        if not step.chunks:
+            self.decoded(times)
+            return
+        self._prefill_steps += times
+        self._new_tokens += times * step.new_tokens
+        self._squares += times * step.squares
+
+    def decoded(self, steps: int) -> None:
+        """So many decode steps there were; fewer than counted if negative."""
+        self._decode_steps += steps
+        self._decoding += steps * len(self._marks)
+        if steps < 0:
+            for mark in self._marks.values():
+                mark.decode_steps = min(mark.decode_steps, self._decode_steps)
+                mark.decoding = min(mark.decoding, self._decoding)
+
+    def generated(self, seq_id: str) -> int | None:
+        """Tokens that have left the engine, of one that has decoded ever since its first."""
+        mark = self._marks.get(seq_id)
+        return None if mark is None or not mark.whole else 1 + round(self._decode_steps - mark.decode_steps)
+
+    def learn(self, seq_id: str, output_tokens: int, now_s: float) -> StepSample | None:
+        """It has just ended, and so many tokens there were. What that says of what steps take, if it says anything."""
+        own = self._marks.get(seq_id)
+        if own is None or not own.whole:
+            return None
+        counted, steps = self._decode_steps - own.decode_steps, output_tokens - 1
+        if abs(counted - steps) > 0.5:
+            factor = steps / counted if counted >= 1 else 0.0
+            decoding = (self._decoding - own.decoding) * factor if factor else float(steps * len(self._marks))
+            for mark in self._marks.values():
+                if mark.decode_steps > own.decode_steps:
+                    mark.decode_steps = own.decode_steps + (mark.decode_steps - own.decode_steps) * factor
+                    mark.decoding = own.decoding + (mark.decoding - own.decoding) * factor
+            self._decode_steps = own.decode_steps + steps
+            self._decoding = own.decoding + decoding
+        return StepSample(
+            now_s - own.at_s,
+            self._new_tokens - own.new_tokens,
+            self._squares - own.squares,
+            round(self._decoding - own.decoding),
+            steps + self._prefill_steps - own.prefill_steps,
+        )
