@@ -33,7 +33,8 @@ _UNTOLD = 1 << 40  # without a `max_tokens` the most stays reserved
 # What changes as a queue is run forward.
 _STATE = (
     "_cut", "_decoders", "_ends", "_far", "_far_until", "_free", "_near", "_near_until", "_number", "_offered",
-    "_paces", "_phases", "_ratio", "_shut", "_steps", "_taken", "_unseen", "_waiting", "_waiting_blocks", "clock_s", "gated",
+    "_paces", "_phases", "_ratio", "_shut", "_steps", "_taken", "_unseen", "_waiting", "_waiting_blocks", "clock_s",
+    "gated",
 )  # fmt: skip
 
 
