@@ -21,19 +21,17 @@ from predictor.timeline import Course, Others, Timeline
 
 # No more batches and stretches than this are listed of one queue, whatever the budget.
 _MOST_SPANS = 1000
-# What a stretch of decoding costs to list, in spans, and how many retractions are as much as one.
-_STRETCH_WORK, _RETRACTION_WORK = 1, 4
+# In spans: what a stretch of decoding costs beside the batch that is tried before it, and, of a batch or of who may be
+# retracted, how many requests are as much as one.
+_STRETCH_WORK, _ADMITTED_A_SPAN, _LOOKED_AT_A_SPAN = 1, 2, 16
 _ENDLESS = 1 << 60
-# What nobody holds is evicted in the order in which it was last asked for. Where a waiting prompt's blocks are in that
-# order is not known: they are taken to be gone when so much of what was free has been taken.
-_STALE = 0.5
 _UNTOLD = 1 << 40  # without a `max_tokens` the most stays reserved
 
 
 # What changes as a queue is run forward.
 _STATE = (
     "_cut", "_decoders", "_ends", "_far", "_far_until", "_free", "_near", "_near_until", "_number", "_offered",
-    "_paces", "_phases", "_ratio", "_shut", "_steps", "_taken", "_unseen", "_waiting", "_waiting_blocks", "clock_s",
+    "_paces", "_phases", "_ratio", "_shut", "_steps", "_unseen", "_waiting", "_waiting_blocks", "clock_s",
     "gated",
 )  # fmt: skip
 
@@ -67,7 +65,7 @@ class PrefillFirst:
 
     __slots__ = (
         "_cost", "_cut", "_decoders", "_ends", "_far", "_far_until", "_free", "_lag", "_mark", "_near", "_near_until",
-        "_number", "_offered", "_paces", "_phases", "_ratio", "_settings", "_shut", "_stale", "_steps", "_taken",
+        "_number", "_offered", "_paces", "_phases", "_ratio", "_settings", "_shut", "_steps",
         "_unseen", "_waiting", "_waiting_blocks", "_whole", "clock_s", "first_open", "gated", "spans", "work",
     )  # fmt: skip
 
@@ -80,9 +78,6 @@ class PrefillFirst:
         self._ratio = queue.reserve_ratio
         self._shut = queue.shut
         self._offered = False  # nobody has left since the last opening: whom that did not let in has shut the door
-        # Blocks that have been taken, and how many it takes until what was cached and nobody held is gone.
-        self._taken = 0
-        self._stale = _ENDLESS if queue.free_blocks is None else _STALE * queue.free_blocks
         self._whole = ends_at
         self._steps = 0  # of decoding
         self.work = 1 + len(queue) // 4  # done so far, in spans
@@ -122,6 +117,11 @@ class PrefillFirst:
     def step_s(self) -> float:
         """What such a step takes without its tokens."""
         return self._cost.step_s(0, 0, 0)
+
+    @property
+    def mean_step_s(self) -> float:
+        """From one step of decoding to the next, with the batches between them."""
+        return self.clock_s / self._steps if self._steps and self.clock_s else self._cost.step_s(0, 0, 1)
 
     def extend(self) -> None:
         """Lets a batch pass, or a stretch of decoding; there is another opening after that, or not yet."""
@@ -343,14 +343,11 @@ class PrefillFirst:
             input_left -= padded
             promised += size + (0 if want < seq.left else reserved_tokens(seq.max_output, 0))
             if self._free is not None:
-                self._take(self._blocks_for(seq, want * steps))
+                self._free -= self._blocks_for(seq, want * steps)
             self._shut = False
         shut = False
         while waiting and left > 0 and input_left > 0:
             seq = waiting[0]
-            if self._taken > self._stale and seq.computed > seq.kept_blocks * size:
-                seq = waiting[0] = seq.copy()
-                seq.computed = seq.kept_blocks * size
             if len(self._decoders) + len(batch) >= settings.max_num_seqs:
                 shut = True
                 break
@@ -373,7 +370,7 @@ class PrefillFirst:
             left -= padded
             input_left -= padded
             if self._free is not None:
-                self._take(self._blocks_for(seq, want))
+                self._free -= self._blocks_for(seq, want)
                 if self._free * size - promised <= 0:
                     shut = True
                     break
@@ -381,6 +378,7 @@ class PrefillFirst:
                 break
         if not batch:
             return False
+        self.work += len(batch) // _ADMITTED_A_SPAN
         self._shut = shut
         new_tokens = sum(want for _, want in batch)
         squares = sum((seq.computed + want) ** 2 - seq.computed**2 for seq, want in batch)
@@ -411,11 +409,6 @@ class PrefillFirst:
         self._retire(self._steps)
         return True
 
-    def _take(self, blocks: int) -> None:
-        assert self._free is not None
-        self._free -= blocks
-        self._taken += blocks
-
     def _blocks_for(self, seq: Sequence, tokens: int) -> int:
         return max(0, -(-(seq.computed + tokens) // self._settings.block_size) - seq.blocks - seq.shared_blocks)
 
@@ -429,6 +422,7 @@ class PrefillFirst:
             self._next_waiting()
             return
         steps = max(1, self._next_end - self._steps)
+        ratio = None
         if self._free is not None:
             growth = self._growth(steps)
             if growth > self._free:
@@ -436,10 +430,11 @@ class PrefillFirst:
                 if not steps:
                     if not self._make_room():
                         return
-                    steps = 1  # those who stay go on before anybody is tried again
+                    steps, ratio = 1, self._ratio  # those who stay go on before anybody is tried again
                 growth = self._growth(steps)
-            self._take(growth)
+            self._free -= growth
         self._pass(steps)
+        self._ratio = self._ratio if ratio is None else ratio
         self._retire(self._steps)
 
     def _make_room(self) -> bool:
@@ -455,7 +450,7 @@ class PrefillFirst:
         while self._decoders and self._growth(1) > self._free:
             self._retract()  # one that is alone and has no room is taken to end
             retracted += 1
-        self.work += retracted * (1 + len(self._decoders) // 16) // _RETRACTION_WORK
+        self.work += retracted * (1 + len(self._decoders) // _LOOKED_AT_A_SPAN)
         self._ratio = ratio_after_retraction(
             (self._generated(decoder) - self._lag, decoder.seq.max_output) for decoder in self._decoders.values()
         )

@@ -229,8 +229,6 @@ class Shadow:
             self._queue.reserve_ratio = FIRST_RATIO
         if seq.computed and self.crowded:
             seq.shared_blocks = seq.computed // self._settings.block_size  # what will be left is what somebody holds
-        if seq.computed and self._takes_turns:
-            seq.kept_blocks = next((common for _, common in self._prefixes.nearest(seq.hashes)), 0)
         self._queue.waiting.append(seq)
         self._sequences[seq.id] = seq
         self._prefixes.add(seq.id, np.asarray(seq.hashes, np.uint64), seq.computed // self._settings.block_size)
@@ -499,7 +497,7 @@ class Shadow:
     def crowded(self) -> bool:
         """Whether those who wait need more KV space than is free: what nobody holds is taken by them."""
         free = self._queue.free_blocks
-        return self._settings.family == "vllm" and free is not None and self._waiting_blocks() > free
+        return free is not None and self._waiting_blocks() > free
 
     def lasting_blocks(self, hashes: BlockHashes, blocks: int, steps: float) -> int:
         """Of a newcomer's first `blocks`, which are cached or on their way now, what quite likely is left when it is

@@ -66,9 +66,6 @@ class Sequence:
     max_output: int | None = None  # the caller's `max_tokens`: the engine stops there by itself
     blocks: int = 0  # KV blocks that count for it: all it has, less those that others had before it
     shared_blocks: int = 0  # leading blocks that others hold as well and that count for them
-    kept_blocks: int = (
-        0  # leading blocks that stay cached while it waits, since others have them, too
-    )
     hashes: BlockHashes | ReadOnly[int] = ()  # of the prompt's full blocks
     draws: tuple[float, ...] = ()  # for its output's length, one for each imagined future
     output_hashes: list[int] = field(default_factory=list)  # of the full blocks after those, as they become known
@@ -94,7 +91,7 @@ class Sequence:
     def copy(self) -> Sequence:
         return Sequence(
             self.id, self.prompt_tokens, self.computed, self.expected_output, self.watched, self.generated,
-            self.max_output, self.blocks, self.shared_blocks, self.kept_blocks, self.hashes,
+            self.max_output, self.blocks, self.shared_blocks, self.hashes,
         )  # fmt: skip
 
 

@@ -1,6 +1,9 @@
 """What an SGLang worker's queue means for a newcomer equals a replay, step by step, with the newcomer inside."""
 
+import sys
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -14,6 +17,7 @@ from predictor.prefill_cost import StepCost
 from predictor.prefill_first import PrefillFirst, PrefillFirstTimeline
 from predictor.run_forward import Budget
 
+LINES_A_SPAN = 200
 MEASURED = StepCost(0.0, 0.0, 0.005, 30e-6, 37e-12, 50e-6)
 
 
@@ -150,3 +154,61 @@ def test_a_budget_bounds_the_work_and_what_is_beyond_it_goes_on_at_the_pace_so_f
     assert budget.used <= 510
     assert budget.cut == 1
     assert bounded_s == pytest.approx(whole_s, rel=0.4)
+
+
+def lines_run(run: PrefillFirst, spans: int) -> int:
+    """Lines of Python that are executed while so many spans are listed."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, told: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for _ in range(spans):
+            run.extend()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.mark.parametrize("waiting", [0, 200])
+def test_a_stretch_of_decoding_costs_no_more_to_list_however_many_decode_and_however_long_it_is(waiting: int) -> None:
+    def work(decoders: int, apart: int) -> tuple[int, int]:
+        """Lines, and the work that is put down for them."""
+        running = [Sequence(f"r{n}", 100, 100, 0, generated=1, max_output=9000, blocks=7) for n in range(decoders)]
+        ends_at = {seq.id: 500 + apart * place for place, seq in enumerate(running)}
+        # Of those who wait nobody fits, whoever leaves.
+        queue = Queue(list(running), free_blocks=1_000_000, reserve_ratio=LAST_RATIO)
+        queue.waiting.extend(Sequence(f"w{n}", 17_000_000, 0, 0, max_output=900) for n in range(waiting))
+        settings = Settings(family="sglang", num_gpu_blocks=1_100_000, max_num_batched_tokens=8192)
+        run = PrefillFirst(queue, settings, MEASURED, ends_at | {seq.id: 600 for seq in queue.waiting})
+        run.extend()  # once, what is needed to book somebody later is kept
+        before = run.work
+        return lines_run(run, 40), run.work - before
+
+    few, budgeted = work(50, apart=1)
+    assert few < LINES_A_SPAN * budgeted
+    assert work(500, apart=1)[0] < 1.2 * few
+    assert work(500, apart=100)[0] < 1.2 * few
+
+
+def test_who_is_retracted_costs_about_as_much_to_list_as_the_work_says() -> None:
+    running = [Sequence(f"r{n}", 100, 100, 0, generated=1, max_output=9000, blocks=7) for n in range(500)]
+    settings = Settings(family="sglang", num_gpu_blocks=4000, max_num_batched_tokens=8192)
+    queue = Queue(running, free_blocks=500, reserve_ratio=LAST_RATIO)
+    run = PrefillFirst(queue, settings, MEASURED, {seq.id: 9000 for seq in running})
+    before = run.work
+    assert lines_run(run, 40) < LINES_A_SPAN * (run.work - before)
+
+
+def test_a_prompt_that_is_let_in_costs_about_as_much_to_list_as_its_work_says() -> None:
+    queue = Queue(free_blocks=100_000, reserve_ratio=LAST_RATIO)
+    queue.waiting.extend(Sequence(f"w{n}", 40, 0, 0, max_output=900) for n in range(4000))
+    settings = Settings(family="sglang", num_gpu_blocks=100_000, max_num_batched_tokens=8192, max_num_seqs=10_000)
+    run = PrefillFirst(queue, settings, MEASURED, {seq.id: 600 for seq in queue.waiting})
+    before = run.work
+    assert lines_run(run, 10) < LINES_A_SPAN * (run.work - before)
