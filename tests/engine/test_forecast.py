@@ -35,6 +35,7 @@ def told(name: str, watcher: Observer, outcomes: list[Outcome]) -> tuple[Accurac
         ("decodes, budget 512", 300, 0.99, 0.02),
         ("sglang giants", 150, 0.99, 0.02),
         ("sglang conversations", 300, 0.99, 0.05),
+        ("sglang trace 1.3", 400, 0.98, 0.02),
     ],
 )
 def test_forecasts_come_near_and_nearer_than_adding_up_the_prefills_ahead(
@@ -46,6 +47,16 @@ def test_forecasts_come_near_and_nearer_than_adding_up_the_prefills_ahead(
     assert ours.within_1s >= within_1s
     assert ours.within_10s == 1.0
     assert ours.median_ratio < min(median, naive.median_ratio)
+    assert watcher.worker.shadow.forced == 0
+
+
+@pytest.mark.parametrize(("name", "count"), [("sglang trace 1.3", 400), ("sglang storm", 90)])
+def test_nobody_is_let_in_by_sglang_whom_the_shadow_has_wait(name: str, count: int, recordings: Path) -> None:
+    recording = record(name, recordings, count)
+    watcher = observer(recording, true_costs=True)
+    outcomes = watcher.play(recording)
+    most_s = max(outcome.actual_s for outcome in outcomes)
+    assert most_s > 10, "somebody has to wait for space"
     assert watcher.worker.shadow.forced == 0
 
 
