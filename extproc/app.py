@@ -160,7 +160,7 @@ class App:
         self._holding = holding
         self._requests = requests
         self._reader = reader
-        self._server = Server(processor, AccessLog(ledger, metrics, log))
+        self._server = Server(processor, AccessLog(ledger, metrics, log), metrics, log)
         self._admin = Admin(fleet, registry, clock, self._drain)
         self._zmq = zmq.asyncio.Context()
         self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE)

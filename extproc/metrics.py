@@ -92,6 +92,9 @@ class Metrics:
         self.ended = counter("requests_ended", "Ends of granted requests, by who told us", "source")
         self.learned = counter("prefill_samples", "Prefills learned from", "pool", "worker")
         self.bugs = counter("bugs", "Faults of ours that were caught at a border", "where")
+        self.peer_faults = counter(
+            "peer_faults", "Connections and calls ended for what Envoy's side did on them", "what"
+        )
         self.access_log_entries = counter("access_log_entries", "Access log entries", "kind")
         self.kv_batches = counter("kv_batches", "Batches of KV events, by what became of them", "worker", "result")
         self.kv_skipped = counter("kv_events_skipped", "KV events not understood", "worker", "reason")

@@ -10,20 +10,16 @@ import asyncio
 import contextlib
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TypeVar
-
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from typing import Protocol, TypeVar
 
 from extproc import wire
+from extproc.health import Health
 from extproc.judge import Exchange, Judge
 from extproc.ledger import USAGE_NAMESPACE, Ledger
 from extproc.log import JsonLog
 from extproc.metrics import Metrics
-from extproc.pb.access_log_pb2 import StreamAccessLogsResponse
-from extproc.pb.ext_proc_pb2 import ProcessingResponse
 from extproc.replies import NAMESPACE
+from extproc.rpc import Call, RpcServer
 from extproc.session import Answered, Close, Decide, Note, Passed, Patience, Send, Session
 
 _Result = TypeVar("_Result")
@@ -37,8 +33,11 @@ _NAMESPACES = (NAMESPACE, USAGE_NAMESPACE)
 # above it would end the stream with an error.
 MAX_MESSAGE_BYTES = (64 << 20) + (1 << 20)
 
-# Messages arrive as bytes and are parsed behind the border: one that cannot be parsed must not break its stream.
-_Context = grpc.aio.ServicerContext[bytes, ProcessingResponse]
+
+class Writer(Protocol):
+    """Where the answers of an exchange go. They come and go as bytes: what fails to parse fails behind the border."""
+
+    async def write(self, message: bytes, /) -> None: ...
 
 
 class _Inbox:
@@ -100,7 +99,7 @@ class Processor:
         self.open_streams = 0
         self._empty = asyncio.Event()
 
-    async def process(self, requests: AsyncIterator[bytes], context: _Context) -> None:
+    async def process(self, requests: AsyncIterator[bytes], answers: Writer) -> None:
         exchange = Exchange(received_at_s=self._clock())
         session = Session(self._ask_for_body, self._patience)
         answered = False
@@ -115,7 +114,7 @@ class Processor:
                     done += 1
                     match action:
                         case Send(reply):
-                            await context.write(wire.write(reply))
+                            await answers.write(wire.serialize_response(wire.write(reply)))
                         case Decide():
                             deciding = self._judge.decide(action, exchange)
                             verdict = await (inbox.unless_ended(deciding) if self._holds else deciding)
@@ -168,12 +167,7 @@ class AccessLog:
         self._metrics = metrics
         self._log = log
 
-    async def stream(
-        self,
-        messages: AsyncIterator[bytes],
-        context: grpc.aio.ServicerContext[bytes, StreamAccessLogsResponse],
-    ) -> StreamAccessLogsResponse:
-        del context
+    async def stream(self, messages: AsyncIterator[bytes]) -> None:
         async for message in messages:
             try:
                 for end in wire.read_access_log(wire.parse_access_log(message), _NAMESPACES):
@@ -181,55 +175,59 @@ class AccessLog:
             except Exception:
                 self._metrics.bugs.labels("access_log").inc()
                 self._log("bug", where="access_log", trace=traceback.format_exc())
-        return StreamAccessLogsResponse()
+
+
+class _RpcWatcher:
+    """Counts what goes wrong below the calls."""
+
+    def __init__(self, metrics: Metrics, log: JsonLog) -> None:
+        self._metrics = metrics
+        self._log = log
+
+    def peer_fault(self, what: str, /) -> None:
+        self._metrics.peer_faults.labels(what).inc()
+
+    def bug(self, fault: BaseException, /) -> None:
+        self._metrics.bugs.labels("rpc").inc()
+        self._log("bug", where="rpc", trace="".join(traceback.format_exception(fault)))
 
 
 class Server:
     """Both services and gRPC health on one port."""
 
-    def __init__(self, processor: Processor, access_log: AccessLog) -> None:
+    def __init__(self, processor: Processor, access_log: AccessLog, metrics: Metrics, log: JsonLog) -> None:
         self._processor = processor
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                # Another process on the port would silently get a share of the traffic.
-                ("grpc.so_reuseport", 0),
-                # Envoy pings every few seconds, also while an exchange waits for its first token. By default gRPC takes
-                # the fourth ping without data for abuse, and ends the connection with every exchange on it.
-                ("grpc.http2.max_ping_strikes", 0),
-            ]
-        )
-        self._health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        process: grpc.RpcMethodHandler[bytes, ProcessingResponse] = grpc.stream_stream_rpc_method_handler(
-            processor.process, response_serializer=wire.serialize_response
-        )
-        stream_logs: grpc.RpcMethodHandler[bytes, StreamAccessLogsResponse] = grpc.stream_unary_rpc_method_handler(
-            access_log.stream, response_serializer=wire.serialize_access_log_response
-        )
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(wire.PROCESSOR_SERVICE, {wire.PROCESS_METHOD: process}),
-                grpc.method_handlers_generic_handler(wire.ACCESS_LOG_SERVICE, {wire.ACCESS_LOG_METHOD: stream_logs}),
-            )
-        )
+        self._health = Health(HEALTH_NAMES)
+
+        async def process(call: Call) -> None:
+            await processor.process(call, call)
+
+        async def stream_logs(call: Call) -> None:
+            await access_log.stream(call)
+            await call.write(wire.ACCESS_LOG_RESPONSE)
+
+        methods = {
+            f"/{wire.PROCESSOR_SERVICE}/{wire.PROCESS_METHOD}": process,
+            f"/{wire.ACCESS_LOG_SERVICE}/{wire.ACCESS_LOG_METHOD}": stream_logs,
+            **self._health.methods,
+        }
+        self._server = RpcServer(methods, MAX_MESSAGE_BYTES, _RpcWatcher(metrics, log))
 
     async def start(self, address: str) -> int:
         """Listens and says that it is healthy; returns the port. OSError if the address cannot be had."""
+        host, _, port = address.rpartition(":")
         try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
+            bound = await self._server.start(host.strip("[]"), int(port))
+        except OSError as error:
             raise OSError(f"cannot listen on {address}: {error}") from error
-        await self._server.start()
         for name in HEALTH_NAMES:
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return port
+            self._health.set(name, serving=True)
+        return bound
 
     async def stop(self, notice_s: float, grace_s: float) -> None:
         """Says that it is going, gives Envoy `notice_s` to hear it, and open exchanges `grace_s` to see their end."""
         for name in _READINESS_NAMES:
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+            self._health.set(name, serving=False)
         await asyncio.sleep(notice_s)
         # Not the server's own grace: the access log's stream never ends by itself.
         with contextlib.suppress(TimeoutError):

@@ -79,6 +79,9 @@ def serialize_access_log_response(message: StreamAccessLogsResponse) -> bytes:
     return message.SerializeToString()
 
 
+ACCESS_LOG_RESPONSE: Final = StreamAccessLogsResponse().SerializeToString()
+
+
 # Envoy -> us.
 
 

@@ -216,12 +216,20 @@ class Bench:
     async def settled(self, timeout_s: float = 10) -> None:
         """Nothing in flight, for the filter and for every engine."""
 
-        async def quiet() -> bool:
-            states = [await self.engine_state(name) for name, child in self.stack.engines.items() if child.running]
-            busy = any(state["running"] or state["waiting"] for state in states)
-            return not busy and await self.in_flight() == 0 and await self.metric("headway_streams_open") == 0
+        left = ""
 
-        await until(quiet, timeout_s, "a settled stack")
+        async def quiet() -> bool:
+            nonlocal left
+            states = [await self.engine_state(name) for name, child in self.stack.engines.items() if child.running]
+            busy = sum(state["running"] + state["waiting"] for state in states)
+            in_flight, streams = await self.in_flight(), await self.metric("headway_streams_open")
+            left = f"{busy} at engines, {in_flight} in flight, {streams:g} streams"
+            return not busy and in_flight == streams == 0
+
+        try:
+            await until(quiet, timeout_s, "a settled stack")
+        except AssertionError as late:
+            raise AssertionError(f"{late}: {left}") from None
 
     async def learn(self, rounds: int = 3, tokens: Sequence[int] = (40, 300, 900)) -> None:
         """Cold prompts until every worker has learned. Several at a time: a worker that is busy learns elsewhere."""

@@ -25,9 +25,12 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def client(bench: Bench) -> RawClient:
+async def client(bench: Bench) -> AsyncIterator[RawClient]:
     await bench.settled()
-    return RawClient(bench.stack.listener_port)
+    client = RawClient(bench.stack.listener_port)
+    yield client
+    # A test that fails before its client leaves must not fail all others.
+    client.close()
 
 
 async def engine_has(bench: Bench, requests: int) -> None:

@@ -307,9 +307,8 @@ async def test_a_stream_that_never_ends_does_not_hold_up_the_drain(filter_: Filt
 
 
 async def test_a_port_that_is_taken_is_an_os_error(filter_: Filter) -> None:
-    other = server_module.Server(
-        filter_.processor, server_module.AccessLog(filter_.ledger, filter_.metrics, filter_.log)
-    )
+    logs = server_module.AccessLog(filter_.ledger, filter_.metrics, filter_.log)
+    other = server_module.Server(filter_.processor, logs, filter_.metrics, filter_.log)
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{filter_.port}"):
         await other.start(f"127.0.0.1:{filter_.port}")
     await other.stop(0.0, 0.0)

@@ -69,7 +69,7 @@ class Filter:
         self._server: Server | None = None  # it wants an event loop
 
     async def __aenter__(self) -> Self:
-        self._server = Server(self.processor, AccessLog(self.ledger, self.metrics, self.log))
+        self._server = Server(self.processor, AccessLog(self.ledger, self.metrics, self.log), self.metrics, self.log)
         self.port = await self._server.start("127.0.0.1:0")
         return self
 
