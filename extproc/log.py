@@ -14,6 +14,7 @@ import msgspec
 _CAPACITY = 10_000
 # Waking the writer for each line would cost more than the line; it looks for itself.
 _LOOK_EVERY_S = 0.02
+_LINES_A_WRITE = 256
 
 _Later = tuple[float, str, Callable[..., Mapping[str, object]], tuple[object, ...]]
 
@@ -62,23 +63,21 @@ class JsonLog:
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        wrote = False
         while self._lines:
-            waiting = self._lines.popleft()
-            line = self._described(waiting) if isinstance(waiting, tuple) else waiting
-            if line is None:
-                continue
+            lines: list[bytes] = []
+            while self._lines and len(lines) < _LINES_A_WRITE:
+                waiting = self._lines.popleft()
+                line = self._described(waiting) if isinstance(waiting, tuple) else waiting
+                if line is not None:
+                    lines.append(line)
             try:
-                self._stream.write(line.decode() + "\n")
-                wrote = True
-            except (OSError, ValueError):
-                # The reader is gone; the service is not.
-                self._dropped()
-        if wrote:
-            try:
+                # Not line by line: standard error hands each write to the system.
+                self._stream.write(b"".join(line + b"\n" for line in lines).decode())
                 self._stream.flush()
             except (OSError, ValueError):
-                self._dropped()
+                # The reader is gone; the service is not.
+                for _ in lines:
+                    self._dropped()
 
     def _described(self, later: _Later) -> bytes | None:
         at_s, event, describe, about = later

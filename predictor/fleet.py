@@ -245,7 +245,8 @@ class _Pool:
     policy: PoolPolicy
     cache: PoolCache
     workers: dict[str, _Worker] = field(default_factory=dict)
-    recent: deque[str] = field(default_factory=lambda: deque(maxlen=_RECENT_GRANTS))
+    recent: deque[str] = field(default_factory=deque)  # workers of the newest grants
+    recently: Counter[str] = field(default_factory=Counter)  # how many of these each worker has
     errors: PoolErrors = field(default_factory=PoolErrors)
     renewal: Renewal = field(default_factory=Renewal)
     lengths: OutputLengths = field(init=False)
@@ -277,6 +278,12 @@ class _Pool:
     def granted(self, wish: Wish, priced: Forecast, now_s: float) -> None:
         """Remembers what later decisions go by."""
         self.recent.append(priced.worker)
+        self.recently[priced.worker] += 1
+        if len(self.recent) > _RECENT_GRANTS:
+            oldest = self.recent.popleft()
+            self.recently[oldest] -= 1
+            if not self.recently[oldest]:
+                del self.recently[oldest]
         self.reuse += 0.02 * (priced.cached_tokens / max(1, priced.prompt_tokens) - self.reuse)
         if wish.session is not None:
             self.sessions[wish.session] = priced.worker
@@ -419,7 +426,7 @@ class _Race:
 
     def choose(self, open_to: ReadOnly[bool], rng: np.random.Generator) -> Choice | None:
         home, wish, limits = self._home, self._wish, self._limits
-        grants, recent = Counter(home.recent), max(1, len(home.recent))
+        grants, recent = home.recently, max(1, len(home.recent))
         known = any(prospect.forecast.cached_tokens for prospect in self.prospects)
         last = None if known or wish.session is None else home.sessions.get(wish.session)
         candidates = []

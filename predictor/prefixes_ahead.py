@@ -173,6 +173,8 @@ def _common_at_most(left: BlockHashes | ReadOnly[int], right: BlockHashes | Read
 def common_blocks(left: BlockHashes | ReadOnly[int], right: BlockHashes | ReadOnly[int]) -> int:
     """How many leading blocks are equal; hashes are chained, so where two are equal, all before them are."""
     low, high = 0, min(len(left), len(right))
+    if high and left[high - 1] == right[high - 1]:
+        return high  # the next turn of a conversation, or the same prompt once more
     while low < high:
         middle = (low + high) // 2
         if left[middle] == right[middle]:
