@@ -180,9 +180,15 @@ class App:
         if self._store is not None:
             self._keep_running("learned_store", partial(self._keep_learned, self._store))
         admin_host, admin_port = _host_port(self._config.listen.admin)
-        admin_port = await self._admin.start(admin_host, admin_port)
+        try:
+            admin_port = await self._admin.start(admin_host, admin_port)
+        except OSError as error:
+            raise OSError(f"listen.admin: {self._config.listen.admin}: {error.strerror or error}") from error
         await self._views_known()
-        grpc_port = await self._server.start(self._config.listen.grpc)
+        try:
+            grpc_port = await self._server.start(self._config.listen.grpc)
+        except OSError as error:
+            raise OSError(f"listen.grpc: {error}") from error
         pools = [pool.name for pool in self._config.pools]
         self._log("listening", grpc_port=grpc_port, admin_port=admin_port, pools=pools)
         return grpc_port, admin_port

@@ -98,17 +98,22 @@ def _stack(scene: bool, once: bool) -> int:
 
         from extproc.stack import run_stack
     except ModuleNotFoundError as missing:
-        print(f"headway stack needs the package {missing.name}: pip install 'headway[stack]'", file=sys.stderr)
+        print(f"headway stack needs the package {missing.name}: pip install '.[stack]' in a checkout", file=sys.stderr)
         return EXIT_FAILED
     return run_stack(scene, once)
 
 
 def _check(path: Path) -> int:
     config = load_config(path)
-    faults = []
+    faults, missing = [], []
     for number, pool in enumerate(config.pools):
         try:
-            load_pool_text(None if pool.tokenizer is None else Path(pool.tokenizer))
+            text = load_pool_text(None if pool.tokenizer is None else Path(pool.tokenizer))
+            if text.tokenizer is not None and text.template is None:
+                missing.append(
+                    f"pool {pool.name!r}: its tokenizer folder has no chat template (chat_template.jinja, or "
+                    "chat_template in tokenizer_config.json): chat prompts are estimated, and caches are not credited"
+                )
         except BadModelFiles as fault:
             faults.append(f"{place_of(path, f'pools[{number}].tokenizer')}: {fault}")
     for key, folder in (("recording.folder", config.recording.folder), ("learned.folder", config.learned.folder)):
@@ -120,7 +125,7 @@ def _check(path: Path) -> int:
         return EXIT_USAGE
     workers = sum(len(pool.workers) for pool in config.pools)
     print(f"{path}: good: {len(config.pools)} pool(s), {workers} worker(s)")
-    for note in notes(config):
+    for note in (*notes(config), *missing):
         print(f"note: {note}")
     return EXIT_OK
 

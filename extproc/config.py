@@ -27,7 +27,8 @@ _BATCH_DEFAULTS = {
     "gpu": (2048, 256),
     "cpu": (2048, 128),
 }
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
+# What counts requests, tokens, blocks or MB: no machine has more, and queues of such a length can be made.
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 _YEAR_S = 366 * 86400.0
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
 _SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=_YEAR_S)]
@@ -35,7 +36,7 @@ _Weight = Annotated[float, msgspec.Meta(ge=0, le=1000)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _PORT = r"([0-9]{1,4}|[1-5][0-9]{4}|6([0-4][0-9]{3}|5([0-4][0-9]{2}|5([0-2][0-9]|3[0-5]))))"
 _HostPort = Annotated[str, msgspec.Meta(pattern=rf"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):{_PORT}$")]
-_Zmq = Annotated[str, msgspec.Meta(pattern=r"^(tcp://[^\s*]+:[0-9]{1,5}|ipc://[^\s*]+)$")]
+_Zmq = Annotated[str, msgspec.Meta(pattern=rf"^(tcp://[^\s*]+:{_PORT}|ipc://[^\s*]+)$")]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 
@@ -121,7 +122,7 @@ class GuardConfig(_Section, frozen=True):
 
     false_alarms: _Share | None = 0.3
     margin: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
-    window: _Positive = 50
+    window: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 50
     least: _Positive = 20
 
 
@@ -294,6 +295,8 @@ def load_config(path: Path) -> Config:
 def unusable_folder(folder: Path) -> str | None:
     """Why nothing can be written to a folder that is made when it is first needed; None if it can."""
     there = folder
+    if "\0" in str(folder):
+        return "a path has no character of code 0"
     while not os.path.exists(there) and there != there.parent:  # Path.exists raises what it cannot tell
         if os.path.lexists(there):
             return f"{there} leads nowhere"
@@ -332,7 +335,7 @@ def parse_config(text: str, name: str) -> Config:
     if faults:
         raise BadConfig(faults)
     config = msgspec.convert(raw, Config)
-    faults = [placed(path, problem) for path, problem in _holds(config)]
+    faults = [placed(path, problem) for path, problem in _contradictions(config)]
     if faults:
         raise BadConfig(faults)
     return config
@@ -464,17 +467,46 @@ def _doubles(raw: object) -> Iterator[tuple[str, str]]:
             seen.setdefault((kind, value), where)
 
 
-def _holds(config: Config) -> Iterator[tuple[str, str]]:
-    """Requests that are held for longer than Envoy waits would go on without a decision."""
+def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
+    """Values that are good each for itself, and cannot work together. Among them: requests that are held for longer
+    than Envoy waits would go on without a decision."""
     granted_s = config.gateway.max_message_timeout_s
     longest_s = max(_LONGEST_HOLD_S, granted_s / 2)
+    if _same_socket(config.listen):
+        yield "listen.admin", "the same port as listen.grpc"
     for number, pool in enumerate(config.pools):
+        guard = pool.admission.guard
+        if guard.false_alarms is not None and guard.window < guard.least:
+            yield (
+                f"pools[{number}].admission.guard.window",
+                f"at least guard.least, which is {guard.least}: with fewer refusals the guard never judges",
+            )
+        for index, worker in enumerate(pool.workers):
+            for key in ("kv_events", "kv_replay"):
+                last = _last_port(getattr(worker, key), worker.data_parallel_ranks or 1)
+                if last > 65535:
+                    yield (
+                        f"pools[{number}].workers[{index}].{key}",
+                        f"the last of {worker.data_parallel_ranks} ranks would have the port {last}",
+                    )
         if pool.admission.hold_s > longest_s:
             yield (
                 f"pools[{number}].admission.hold_s",
                 f"at most {longest_s:g}: it must stay below Envoy's message_timeout. Where Envoy's filter has a "
                 "max_message_timeout, say so in gateway.max_message_timeout_s: then up to half of that is allowed",
             )
+
+
+def _same_socket(listen: Listen) -> bool:
+    """Port 0 is a free one; two loopback addresses are two sockets, every address and one of them are not."""
+    (host, port), (other, other_port) = (address.rsplit(":", 1) for address in (listen.grpc, listen.admin))
+    return int(port) == int(other_port) != 0 and (host == other or not {host, other}.isdisjoint(("0.0.0.0", "[::]")))
+
+
+def _last_port(address: str | None, ranks: int) -> int:
+    """0 where ranks are told apart by something else than ports."""
+    last = None if address is None else port_of_rank(address, ranks - 1)
+    return 0 if last is None or last.startswith("ipc://") else int(last.rpartition(":")[2])
 
 
 def _line(tree: yaml.Node | None, path: str) -> int:
@@ -512,8 +544,6 @@ _LATEST_DEADLINE_S, _LONGEST_HOLD_S = 0.6, 0.4
 
 def notes(config: Config) -> Iterator[str]:
     """What is allowed, and will hardly be meant: each in words, with its place."""
-    if config.listen.grpc.rpartition(":")[2] == config.listen.admin.rpartition(":")[2]:
-        yield "listen: grpc and admin have the same port"
     if config.tokenization.deadline_s > _LATEST_DEADLINE_S:
         yield "tokenization.deadline_s: must stay well below Envoy's message_timeout, or decisions come too late"
     if config.gateway.max_message_timeout_s and config.large_deadline_s is None:

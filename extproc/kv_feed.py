@@ -130,10 +130,10 @@ class KvFeed:
     async def _listen(self, live: zmq.asyncio.Socket) -> None:
         while True:
             frames = await live.recv_multipart()
-            if len(frames) < 2 or len(frames[-2]) != 8:
+            seq, payload = _number(frames), frames[-1]
+            if seq is None:
                 self._metrics.kv_batches.labels(self._worker, "malformed").inc()
             else:
-                seq, payload = int.from_bytes(frames[-2], "big"), frames[-1]
                 self._waiting_bytes += len(payload)
                 self._put(partial(self._live, seq, payload))
                 if self._waiting_bytes > _MOST_WAITING_BYTES:
@@ -193,13 +193,14 @@ class KvFeed:
                         frames = await dealer.recv_multipart()
                 except TimeoutError:
                     break
-                if len(frames) < 2 or len(frames[-2]) != 8:
-                    self._metrics.kv_batches.labels(self._worker, "malformed").inc()
-                    continue
-                if frames[-2] == _END:
+                if len(frames) >= 2 and frames[-2] == _END:
                     complete = True
                     break
-                self._put(partial(self._state.replayed, number, int.from_bytes(frames[-2], "big"), frames[-1]))
+                seq = _number(frames)
+                if seq is None:
+                    self._metrics.kv_batches.labels(self._worker, "malformed").inc()
+                    continue
+                self._put(partial(self._state.replayed, number, seq, frames[-1]))
                 await self._breathe()
         self._put(partial(self._state.replay_ended, number, complete))
         while self._state.round == number:
@@ -309,6 +310,15 @@ class KvFeed:
         if now_s - self._slice_started_s > _SLICE_S:
             await asyncio.sleep(0)
             self._slice_started_s = time.monotonic()
+
+
+def _number(frames: Sequence[bytes]) -> int | None:
+    """A batch's number, by the frame before its events; None where that is no number of a batch. Engines count from 0
+    (vLLM 0.32, in 8 signed bytes)."""
+    if len(frames) < 2 or len(frames[-2]) != 8:
+        return None
+    seq = int.from_bytes(frames[-2], "big", signed=True)
+    return seq if seq >= 0 else None
 
 
 def _longest_run(event: KvEvent) -> int:

@@ -37,7 +37,7 @@ _MESSAGES = {
     "the shortest predicted wait is {wait:.1f} s.",
     Reason.TTFT: "No worker can answer this request within the bound on its time to first token of {ttft_bound:g} s; "
     "the shortest predicted time is {ttft:.1f} s.",
-    Reason.OWN_PREFILL: "The prompt alone takes {own:.1f} s to prefill, longer than the bound on its time to first "
+    Reason.OWN_PREFILL: "The prompt alone takes {own:.3g} s to prefill, longer than the bound on its time to first "
     "token of {ttft_bound:g} s.",
     Reason.BOUND_USED_UP: "The bound of {bound:g} s had passed before this request could be placed.",
     Reason.OVERLOAD_WAIT: "Every worker is overloaded; the shortest predicted wait is {wait:.1f} s.",
@@ -125,6 +125,8 @@ def shed(refusal: Refusal, api: Api, on_reject: OnReject = OnReject.RETRY) -> Re
             ("x-headway-retry-after-uncapped-s", f"{retry.uncapped_s:.3f}"),
         )
     param, code = _FAULTS[refusal.reason]
+    if refusal.reason is Reason.BOUND_USED_UP and used_up != limits.max_queue_wait_s:
+        param, code = _FAULTS[Reason.TTFT]
     return Refuse(
         status=429,
         headers=headers,

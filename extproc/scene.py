@@ -99,7 +99,12 @@ class Scene:
         """Plays all acts; True if everything went as it should."""
         started_s = time.monotonic()
         say = self.console.print
-        say(f"\n[bold]Headway[/] in a real Envoy ({self.stack.url}), before {len(self.stack.specs)} simulated engines.")
+        engines = len(self.stack.specs)
+        say(
+            f"\n[bold]Headway[/] in a real Envoy at {self.stack.url} before {engines} simulated engines.",
+            highlight=False,
+        )
+        say(f"Metrics and fleet view: {self.stack.admin_url}/metrics and /fleet while it is up.", highlight=False)
         say("Each answer's headers say what was predicted; the first token is timed here, by the client.\n")
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(timeout=timeout) as self_session:
@@ -134,7 +139,7 @@ class Scene:
             learned = [_learned_s(cost, spec, tokens) for tokens in _SHOWN_TOKENS]
             true = [_true_s(spec, tokens) for tokens in _SHOWN_TOKENS]
             cells = [_seconds(seconds) for pair in zip(learned, true, strict=True) for seconds in pair]
-            table.add_row(spec.name, f"{cost['samples']} prompts", *cells)
+            table.add_row(spec.name, f"{cost['samples']} timings", *cells)
         self.console.print(table)
         names = sorted(name for name, worker in workers.items() if worker["cost"]["basis"] == "curve")
         self._check("every engine has learned", len(names) == len(workers), ", ".join(names))

@@ -138,7 +138,7 @@ class Stack:
         self.filter: Child | None = None
         self.envoy: Child | None = None
         self.listener_port, self.envoy_admin_port, self.grpc_port, self.admin_port = free_ports(4)
-        self._children: list[Child] = []  # every one that was started, ready or not
+        self.children: list[Child] = []  # every one that was started, ready or not
 
     @property
     def url(self) -> str:
@@ -215,7 +215,7 @@ class Stack:
         for child in (self.envoy, self.filter):
             if child is not None:
                 await child.end()
-        await asyncio.gather(*(child.end() for child in self._children))
+        await asyncio.gather(*(child.end() for child in self.children))
 
     async def fleet(self) -> dict[str, Any]:
         async with aiohttp.ClientSession() as session, session.get(f"{self.admin_url}/fleet") as response:
@@ -275,7 +275,7 @@ class Stack:
                 preexec_fn=_die_with_parent,
             )
         child = Child(name, process, log)
-        self._children.append(child)
+        self.children.append(child)
         return child
 
     async def _answers(self, child: Child, url: str, wanted: str = "") -> None:
@@ -325,7 +325,7 @@ async def _run_stack(scene: bool, once: bool) -> int:
             keep_logs = not went_well
         else:
             say_where(stack)
-            await interrupted
+            await _report_ends(stack.children, interrupted)
         return 0 if went_well else 1
     except StackFault:
         keep_logs = True
@@ -339,6 +339,22 @@ async def _run_stack(scene: bool, once: bool) -> int:
             sys.stderr.write(f"Logs and configs are kept in {folder}\n")
         else:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _report_ends(children: Sequence[Child], interrupted: asyncio.Task[bool]) -> None:
+    """Says so when a part ends by itself or by somebody's hand; the rest goes on, as it would in a mesh."""
+    ends = {asyncio.create_task(child.process.wait()): child for child in children}
+    try:
+        while not interrupted.done():
+            done, _ = await asyncio.wait({interrupted, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            for end in done - {interrupted}:
+                child = ends.pop(end)
+                status = child.process.returncode
+                sys.stdout.write(f"{child.name} ended with status {status}; its log: {child.log}\n")
+                sys.stdout.flush()
+    finally:
+        for end in ends:
+            end.cancel()
 
 
 async def _start_and_play(stack: Stack, scene: Scene | None) -> bool:

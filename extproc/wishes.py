@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import re
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -32,6 +33,9 @@ _KEY_HEADERS = ("authorization", "x-api-key")
 
 _WAIT_ALLOWED = f"a number of seconds from {BOUND_MIN_S:g} to {BOUND_MAX_S:g}"
 _TTFT_ALLOWED = f"a whole number of milliseconds from {TTFT_BOUND_MIN_S * 1e3:g} to {TTFT_BOUND_MAX_S * 1e3:.0f}"
+# What `float` takes besides (1_0, +10, digits of other scripts) no client means.
+_NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_NUMBER_LENGTH = 40
 _TENANT_LENGTH = 128
 _TENANT_ALLOWED = f"1 to {_TENANT_LENGTH} visible ASCII characters without spaces"
 _STEERING = frozenset(
@@ -108,11 +112,10 @@ def read_wishes(
 def queue_wait_bound(header: str | None, field: object) -> float | None:
     """The caller's bound on queue wait in seconds; the header wins over the body's field. Raises BadWish."""
     if header is not None:
-        try:
-            bound_s = float(header)
-        except ValueError:
-            raise BadWish(BOUND_HEADER, header, _WAIT_ALLOWED) from None
-        return _in_range(BOUND_HEADER, bound_s, header)
+        told = header.strip()
+        if len(told) > _NUMBER_LENGTH or _NUMBER.fullmatch(told) is None:
+            raise BadWish(BOUND_HEADER, header, _WAIT_ALLOWED)
+        return _in_range(BOUND_HEADER, float(told), header)
     if field is None:
         return None
     if isinstance(field, bool) or not isinstance(field, (int, float)):

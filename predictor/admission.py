@@ -152,11 +152,12 @@ def objection(prospect: Prospect, limits: Limits) -> Reason | None:
     """Why this worker is not open to the request; None if it is."""
     forecast = prospect.forecast
     waited_s = forecast.already_waited_s
-    if waited_s > _or_inf(limits.max_queue_wait_s) or waited_s > _or_inf(limits.max_ttft_s):
-        return Reason.BOUND_USED_UP
     learned = forecast.basis is Basis.CURVE
+    # Before what time has used up: who is told that comes back, and here coming back is no use.
     if learned and forecast.ttft_s - forecast.wait_s - waited_s > _or_inf(limits.max_ttft_s):
         return Reason.OWN_PREFILL
+    if waited_s > _or_inf(limits.max_queue_wait_s) or waited_s > _or_inf(limits.max_ttft_s):
+        return Reason.BOUND_USED_UP
     if prospect.idle:
         return None
     # A replay that has learned knows better what a demand for space means for a bound.

@@ -66,6 +66,8 @@ _FEW, _FEW_SPANS = 8, 24
 # What a view of the whole may list of all queues together, in spans.
 _VIEW_SPANS = 300
 _MAX_OUTPUT_TOKENS = 1 << 20
+# How much longer than an engine's context an estimate must be before nobody doubts that the prompt is, too.
+_FAR_BEYOND = 4
 # What is booked may take so long to show in an engine's own count.
 _EVIDENCE_GRACE_S = 5.0
 # Fewer steps tell little: the end is seen a millisecond late.
@@ -727,6 +729,9 @@ class Fleet:
             full = choice is None and any(found in (Reason.QUEUE_WAIT, Reason.TTFT) for found in objections)
             home.crowding.decided(limits.allows_wait_s(own_s), own_s, full)
         refusal = None
+        if choice is None and not any(_could_take(worker.settings, prompt) for worker in workers):
+            # Theirs to say: who is told to come back would come back for nothing.
+            choice = race.choose([True] * len(prospects), self._rng)
         if choice is None:
             refusal = refuse(prospects, objections, limits, home.policy.retry, self._rng)
             if home.mode is Mode.ENFORCE:
@@ -1168,6 +1173,12 @@ def _takes(settings: Settings, prompt: Prompt, wish: Wish) -> bool:
     refuses looks idle, and would be chosen again and again."""
     longest = settings.max_model_len
     return longest is None or not prompt.exact or prompt.token_count + (wish.max_tokens or 1) <= longest
+
+
+def _could_take(settings: Settings, prompt: Prompt) -> bool:
+    """False if the engine would answer 400 whatever the output, by the tokens or by an estimate that is far beyond."""
+    longest = settings.max_model_len
+    return longest is None or prompt.token_count < longest * (1 if prompt.exact else _FAR_BEYOND)
 
 
 def _kv_demand(worker: _Worker, more_tokens: int) -> float | None:

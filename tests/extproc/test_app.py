@@ -26,10 +26,10 @@ def test_a_pool_that_says_nothing_has_the_domains_own_defaults() -> None:
 def test_every_key_reaches_its_place() -> None:
     said = policy(
         "admission: {mode: shadow, max_queue_wait_s: 11, max_ttft_s: 12, overload_wait_s: 13, overload_kv_demand: 14, "
-        "risk: 0.15, on_reject: fail, guard: {false_alarms: 0.16, margin: 0.17, window: 18, least: 19}}"
+        "risk: 0.15, on_reject: fail, guard: {false_alarms: 0.16, margin: 0.17, window: 19, least: 18}}"
     )
     assert said.admission == AdmissionPolicy(Mode.SHADOW, 11, 12, 13, 14, 0.15, OnReject.FAIL)
-    assert said.guard == GuardPolicy(0.16, 0.17, 18, 19)
+    assert said.guard == GuardPolicy(0.16, 0.17, 19, 18)
     said = policy("routing: {prefer: cache, others: {latency: 1, balanced: 2, cache: 3}, session_hint: 0.4}")
     others = {Prefer.LATENCY: 1, Prefer.BALANCED: 2, Prefer.CACHE: 3}
     assert said.routing == RoutingPolicy(Prefer.CACHE, others, 0.4)

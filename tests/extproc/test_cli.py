@@ -5,6 +5,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -86,6 +87,20 @@ def test_a_good_file_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     # Allowed, and hardly meant: said all the same.
     assert "note: pool 'n': without a tokenizer prompts are estimated, and caches are not credited" in notes
     assert said.err == ""
+
+
+def test_a_tokenizer_folder_without_a_chat_template_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(MODEL / "tokenizer.json", tmp_path)
+    assert main(["check", "-c", written(tmp_path, "pools:\n- name: m\n  tokenizer: .\n")]) == EXIT_OK
+    assert "note: pool 'm': its tokenizer folder has no chat template" in capsys.readouterr().out
+
+
+def test_a_path_that_no_file_can_have_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, 'recording: {folder: "a\\0b"}\n')
+    assert main(["check", "-c", path]) == EXIT_USAGE
+    assert f"{path}:1: recording.folder: " in capsys.readouterr().err
 
 
 def test_faults_are_told_on_stderr_each_on_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

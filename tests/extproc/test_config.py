@@ -163,7 +163,7 @@ surprise: 1
         [
             "f.yaml:2: listen.grpc: expected host:port",
             "f.yaml:3: listen.admon: unknown key; known here: admin, grpc",
-            "f.yaml:5: tokenization.threads: expected `int` >= 1",
+            "f.yaml:5: tokenization.threads: expected `int` >= 1 and <= 1000000000000",
             "f.yaml:6: tickets: expected keys and values",
             "f.yaml:10: pools[0].learning.share: expected `float` > 0.0 and <= 1.0",
             "f.yaml:13: pools[0].workers[0].endpoint: expected host:port",
@@ -403,7 +403,6 @@ def test_a_damaged_file_is_a_config_or_a_bad_one(at: int, lost: int, noise: str)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("listen: {grpc: 127.0.0.1:1, admin: 127.0.0.1:1}", "the same port"),
         ("tokenization: {deadline_s: 3}", "well below Envoy's message_timeout"),
         ("gateway: {max_message_timeout_s: 0.6}", "large bodies get no more time"),
         ("{}", "every request is passed on"),
@@ -415,6 +414,57 @@ def test_a_damaged_file_is_a_config_or_a_bad_one(at: int, lost: int, noise: str)
 )
 def test_what_is_allowed_and_hardly_meant_is_noted(text: str, said: str) -> None:
     assert any(said in note for note in notes(parse_config(text, "f.yaml")))
+
+
+WORKER = "pools: [{name: p, workers: [{name: w, endpoint: 10.0.0.1:80, "
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "said"),
+    [
+        ("listen: {grpc: 127.0.0.1:1, admin: 127.0.0.1:1}", "listen.admin", "the same port as listen.grpc"),
+        ("listen: {grpc: 0.0.0.0:9, admin: 127.0.0.1:9}", "listen.admin", "the same port as listen.grpc"),
+        (
+            "pools: [{name: p, admission: {guard: {window: 5}}}]",
+            "pools[0].admission.guard.window",
+            "at least guard.least, which is 20",
+        ),
+        (WORKER + "kv_events: tcp://h:65534, data_parallel_ranks: 3}]}]", "pools[0].workers[0].kv_events", "65536"),
+        (WORKER + "kv_replay: tcp://h:65535, data_parallel_ranks: 2}]}]", "pools[0].workers[0].kv_replay", "65536"),
+    ],
+)
+def test_values_that_cannot_work_together_are_a_fault(text: str, key: str, said: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        parse_config(text, "f.yaml")
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"f.yaml:1: {key}: ")
+    assert said in fault
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "listen: {grpc: 127.0.0.1:0, admin: 127.0.0.1:0}",
+        "listen: {grpc: 127.0.0.1:9, admin: 127.0.0.2:9}",
+        "pools: [{name: p, admission: {guard: {window: 5, false_alarms: null}}}]",
+        WORKER + "kv_events: tcp://h:65534, data_parallel_ranks: 2}]}]",
+        WORKER + "kv_events: ipc:///run/engine, data_parallel_ranks: 1024}]}]",
+    ],
+)
+def test_values_that_only_look_so_are_none(text: str) -> None:
+    assert isinstance(parse_config(text, "f.yaml"), Config)
+
+
+@pytest.mark.parametrize("key", ["window", "least"])
+def test_a_count_beyond_every_machine_is_a_fault(key: str) -> None:
+    with pytest.raises(BadConfig, match=rf"guard\.{key}: "):
+        parse_config(f"pools: [{{name: p, admission: {{guard: {{{key}: {10**30}}}}}}}]", "f.yaml")
+
+
+@pytest.mark.parametrize("port", [65536, 70000, 99999])
+def test_a_zmq_port_that_there_is_not_is_a_fault(port: int) -> None:
+    with pytest.raises(BadConfig, match=r"kv_events: .*tcp://host:5557"):
+        parse_config(f"{WORKER}kv_events: 'tcp://h:{port}'}}]}}]", "f.yaml")
 
 
 def workers_notes(*workers: str) -> list[str]:

@@ -358,11 +358,12 @@ async def test_malformed_messages_are_counted_and_the_feed_goes_on(follower: Fol
     before = follower.batches("malformed")
     await engine.send_frames(b"one")
     await engine.send_frames(b"", b"short", b"x")
+    await engine.send_frames(b"", b"\x80" + bytes(7), payload_of([stored(7)]))  # batches are numbered from 0
     await engine.publish_raw(b"\xc1")
     await engine.publish_raw(msgspec.msgpack.encode({"not": "a batch"}))
     await engine.publish(stored(0), {"type": "Tomorrow"})
     await follower.applied(1)
-    assert follower.batches("malformed") == before + 4
+    assert follower.batches("malformed") == before + 5
     assert follower.blocks == 1
     assert counted(follower.registry, "kv_events_skipped", worker="w", reason="unknown_event") == 1
 

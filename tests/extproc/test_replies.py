@@ -143,6 +143,21 @@ def test_a_bound_that_was_used_up_says_so() -> None:
 
 
 @pytest.mark.parametrize(
+    ("limits", "param", "code"),
+    [
+        (Limits(10.0), "max_queue_wait_s", "queue_wait_exceeded"),
+        (Limits(max_ttft_s=10.0), None, "ttft_exceeded"),
+        (Limits(10.0, max_ttft_s=5.0), None, "ttft_exceeded"),
+        (Limits(5.0, max_ttft_s=10.0), "max_queue_wait_s", "queue_wait_exceeded"),
+    ],
+)
+def test_it_is_named_which_bound_was_used_up(limits: Limits, param: str | None, code: str) -> None:
+    refused = Refusal(Reason.BOUND_USED_UP, limits, RetryAfter(0.0, 0.0), WAIT, (WAIT,))
+    error = error_of(replies.shed(refused, openai_chat.API, OnReject.RETRY))
+    assert (error["param"], error["code"]) == (param, code)
+
+
+@pytest.mark.parametrize(
     ("reason", "code", "told"),
     [
         (Reason.TTFT, "ttft_exceeded", "within the bound on its time to first token of 20 s; the shortest predicted"),
@@ -169,7 +184,7 @@ def test_where_coming_back_is_no_use_nobody_is_told_when_to() -> None:
     headers = dict(reply.headers)
     assert headers["x-should-retry"] == "false"
     assert not {"retry-after", "retry-after-ms", "x-headway-retry-after-uncapped-s"} & set(headers)
-    assert "takes 1.2 s to prefill, longer than the bound on its time to first token of 20 s" in str(
+    assert "takes 1.25 s to prefill, longer than the bound on its time to first token of 20 s" in str(
         error_of(reply)["message"]
     )
     assert "Retry in" not in str(error_of(reply)["message"])

@@ -54,6 +54,27 @@ async def test_a_whole_body_is_read_by_its_api(reader: RequestReader) -> None:
     assert isinstance(request.prompt, ChatPrompt)
 
 
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "-Infinity"), ("1e400", "1e400"), ("-1E999", "-1E999")],
+)
+async def test_numbers_that_pythons_json_reads_and_json_has_not_are_read_as_no_numbers(
+    reader: RequestReader, number: str, told: str
+) -> None:
+    """Engines read with json.loads and would serve the request."""
+    sent = BODY[:-1] + f',"max_queue_wait_s":{number},"temperature":{number}}}'.encode()
+    assert json.loads(sent)["model"] == "m"
+    request = await reader.read(case(sent))
+    assert request.max_queue_wait_s == told
+    assert (request.model, request.streaming, request.max_tokens) == ("m", True, 9)
+
+
+@pytest.mark.parametrize("body", [BODY[:-1], BODY[:-1] + b',"a":' + b"[" * 50_000, padded(1 << 20)[:-1]])
+async def test_what_is_no_json_to_anybody_is_unreadable(reader: RequestReader, body: bytes) -> None:
+    with pytest.raises(Unreadable):
+        await reader.read(case(body))
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
 @pytest.mark.parametrize("text", ["hi", "é", "😀", "x" * 100_000])
 async def test_a_body_is_read_in_every_encoding_that_engines_take(

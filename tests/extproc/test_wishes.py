@@ -67,7 +67,13 @@ def test_a_bad_field_is_named_with_its_value_and_the_range(value: object, shown:
     assert shown in text
 
 
-@pytest.mark.parametrize("header", ["", "x", "4.99", "300.01", "nan", "inf", "-inf", "1e999", "10s", "5,10", "true"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("", "x", "4.99", "300.01", "nan", "inf", "-inf", "1e999", "10s", "5,10", "true"),
+        *("5_0", "+10", "١٠", "0x10", "1e", ".", "0" * 60 + "10"),
+    ],
+)
 def test_a_bad_header_is_named_with_its_value_and_the_range(header: str) -> None:
     fault = refused(header, None)
     assert fault.field == HEADER

@@ -72,6 +72,8 @@ def test_a_prefill_that_takes_longer_than_the_bound_on_the_first_token_is_refuse
     assert objection(waiting(0.0, prefill_s=5.1, idle=True), bound) is Reason.OWN_PREFILL
     assert objection(waiting(0.0, prefill_s=4.9, idle=True), bound) is None
     assert objection(waiting(0.0, prefill_s=5.1, idle=True, basis=Basis.RATE), bound) is None
+    # Not as one that time has used up: a retry would not help.
+    assert objection(waiting(0.0, prefill_s=5.1, already_s=5.1, idle=True), bound) is Reason.OWN_PREFILL
 
 
 def test_both_bounds_hold_where_both_are_given() -> None:

@@ -71,6 +71,16 @@ class Bench:
         return [(review.reason, review.enforced, review.verdict) for _, review in reviews]
 
 
+@pytest.mark.parametrize(("tokens", "exact"), [(20_000, True), (2_000_000, False)])
+def test_what_no_engine_could_take_is_theirs_to_refuse_however_long_their_queues_are(tokens: int, exact: bool) -> None:
+    bench = Bench(2, settings=Settings(max_model_len=20_000)).learned()
+    while isinstance(bench.place(15_000, 5.0), Grant):
+        pass
+    wish = Wish("long", bench.now_s, max_queue_wait_s=5.0)
+    assert isinstance(bench.fleet.place("m", Prompt(tokens, exact=exact), wish, bench.now_s), Grant)
+    assert isinstance(bench.place(15_000, 5.0), Refusal)
+
+
 def pool(**admission: object) -> PoolPolicy:
     return PoolPolicy("m", admission=AdmissionPolicy(**admission), default_output_tokens=50)  # type: ignore[arg-type]
 
