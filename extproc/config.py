@@ -134,7 +134,7 @@ class Admission(_Section, frozen=True):
     max_ttft_s: Annotated[float, msgspec.Meta(ge=TTFT_BOUND_MIN_S, le=TTFT_BOUND_MAX_S)] | None = None
     overload_wait_s: _Seconds | None = 300.0
     overload_kv_demand: Annotated[float, msgspec.Meta(ge=1, le=1e6)] | None = 4.0
-    risk: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.3
+    risk: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.15
     on_reject: Literal["retry", "fail"] = "retry"
     remove_bound_field: bool = False
     hold_s: _SecondsOrZero = 0.0

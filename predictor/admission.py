@@ -57,7 +57,7 @@ class AdmissionPolicy:
     max_ttft_s: float | None = None  # the same
     overload_wait_s: float | None = 300.0  # for requests without any bound
     overload_kv_demand: float | None = 4.0  # KV caches' worth of requests in flight on one worker
-    risk: float = 0.3  # of missing its bound that a request let in may run
+    risk: float = 0.15  # of missing its bound that a request let in may run
     on_reject: OnReject = OnReject.RETRY
 
 
