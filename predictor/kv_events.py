@@ -39,6 +39,11 @@ _MASK = (1 << 64) - 1
 _PIECE_BYTES = 1 << 17
 # A small event has so many blocks; a bundle takes so many events or more, and about so many blocks.
 _MOST_SMALL, _FEWEST_BUNDLED, _MOST_BUNDLED = 64, 4, 512
+# Of an event that is longer than that by itself so many tokens are unpacked at once.
+_PART_TOKENS = 8192
+_NIL = b"\xc0"
+# Bytes of a packed integer by its first one; 0: it is none.
+_WIDTHS = bytes([1] * 0x80 + [0] * 0x4C + [2, 3, 5, 9, 2, 3, 5, 9] + [0] * 0x0C + [1] * 0x20)
 _NO_FIELDS: Mapping[str, object] = {}
 _Place = tuple[object, object, object]
 
@@ -177,8 +182,9 @@ def decode_pieces(payload: bytes, most_events: int) -> Iterator[Batch]:
         events = max(1, min(most_events, _PIECE_BYTES * len(items) // len(payload)))
         return (_read(timestamp_s, items[start : start + events], rank) for start in range(0, len(items), events))
     return (
-        _read(outline.timestamp_s, _bundled([_unpacked(item) for item in piece]), outline.rank)
+        _read(outline.timestamp_s, items, outline.rank)
         for piece in _short_pieces(outline.events, most_events)
+        for items in _unpacked_in_turns(piece)
     )
 
 
@@ -224,10 +230,29 @@ class _Outline(msgspec.Struct, array_like=True):
     rank: int | None = None
 
 
+class _LongStored(msgspec.Struct, tag="BlockStored", tag_field="type"):
+    """Of a store that is long by itself only where its lists are, and what is said of all its blocks."""
+
+    block_hashes: msgspec.Raw
+    token_ids: msgspec.Raw
+    block_size: int
+    parent_block_hash: int | None = None
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: msgspec.Raw = msgspec.Raw(_NIL)
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    cache_salt: str | None = None
+    lookahead_token_ids: msgspec.Raw = msgspec.Raw(_NIL)
+
+
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _PLAIN = msgspec.msgpack.Decoder(_PlainBatch)
 _OUTLINE = msgspec.msgpack.Decoder(_Outline)
 _PLAIN_EVENT = msgspec.msgpack.Decoder(_PlainStored | _PlainRemoved | _PlainCleared)
+_LONG_STORED = msgspec.msgpack.Decoder(_LongStored)
+_INTEGERS = msgspec.msgpack.Decoder(list[int])
 _ANYTHING = msgspec.msgpack.Decoder(strict=False)
 
 
@@ -275,6 +300,93 @@ def _unpacked(item: msgspec.Raw) -> object:
         return _ANYTHING.decode(item)
     except _UNREADABLE:
         return None
+
+
+def _unpacked_in_turns(piece: list[msgspec.Raw]) -> Iterator[Sequence[object]]:
+    """The events of a piece; of a single long store one part after the other."""
+    if len(piece) == 1 and len(memoryview(piece[0])) > _PIECE_BYTES:
+        parts = _parts(piece[0])
+        if parts is not None:
+            for part in parts:
+                yield (part,)
+            return
+    yield _bundled([_unpacked(item) for item in piece])
+
+
+def _parts(item: msgspec.Raw) -> Iterator[object] | None:
+    """A long store as several that say the same; None: it is none, or says something of single blocks."""
+    try:
+        whole = _LONG_STORED.decode(item)
+    except _UNREADABLE:
+        return None
+    hashes, ids, keys = _Integers(whole.block_hashes), _Integers(whole.token_ids), bytes(whole.extra_keys)
+    count, size = hashes.count or 0, whole.block_size
+    plain_keys = keys == _NIL or (keys.endswith(_NIL * count) and _Integers(whole.extra_keys).count == count)
+    if (
+        not 0 < size <= MAX_BLOCK_SIZE
+        or count * size <= _PART_TOKENS
+        or ids.count != count * size
+        or not plain_keys
+        or bytes(whole.lookahead_token_ids) != _NIL
+    ):
+        return None
+    return _parts_of(item, whole, hashes, ids)
+
+
+def _parts_of(item: msgspec.Raw, whole: _LongStored, hashes: _Integers, ids: _Integers) -> Iterator[object]:
+    size, parent, done = whole.block_size, whole.parent_block_hash, 0
+    at_once = max(1, _PART_TOKENS // size)
+    while hashes.left:
+        told = hashes.take(at_once)
+        tokens = None if told is None else ids.take(len(told) * size)
+        if told is None or tokens is None:
+            # There is more in it than integers.
+            rest: dict[str, Any] = dict(_tag_and_fields(_unpacked(item))[1])
+            rest |= {"block_hashes": rest["block_hashes"][done:], "token_ids": rest["token_ids"][done * size :]}
+            yield rest | {"type": "BlockStored", "parent_block_hash": parent, "extra_keys": None}
+            return
+        yield _PlainStored(
+            block_hashes=tuple(told),
+            token_ids=tokens,
+            block_size=size,
+            parent_block_hash=parent,
+            lora_id=whole.lora_id,
+            medium=whole.medium,
+            lora_name=whole.lora_name,
+            group_idx=whole.group_idx,
+            kv_cache_spec_kind=whole.kv_cache_spec_kind,
+            cache_salt=whole.cache_salt,
+        )
+        parent = told[-1]
+        done += len(told)
+
+
+class _Integers:
+    """A packed array that is unpacked bit by bit, as far as it holds integers."""
+
+    def __init__(self, packed: msgspec.Raw) -> None:
+        self._packed = bytes(packed)
+        kind = self._packed[0]
+        self._at = {0xDC: 3, 0xDD: 5}.get(kind, 1)
+        self.count: int | None = None  # None: it is no array
+        if kind in (0xDC, 0xDD):
+            self.count = int.from_bytes(self._packed[1 : self._at], "big")
+        elif kind & 0xF0 == 0x90:
+            self.count = kind & 0x0F
+        self.left = self.count or 0
+
+    def take(self, count: int) -> list[int] | None:
+        """The next so many, or as many as there are; None: not all of them are integers."""
+        packed, end = self._packed, self._at
+        count = min(count, self.left)
+        for _ in range(count):
+            width = _WIDTHS[packed[end]]
+            if not width:
+                return None
+            end += width
+        taken = _INTEGERS.decode(b"\xdd" + count.to_bytes(4, "big") + packed[self._at : end])
+        self._at, self.left = end, self.left - count
+        return taken
 
 
 def _read(timestamp_s: float | None, items: Sequence[object], rank: int | None) -> Batch:

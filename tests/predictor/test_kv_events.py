@@ -4,7 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
@@ -466,6 +466,73 @@ def test_decoded_blocks_and_the_evictions_between_them_are_one_bundle() -> None:
     assert list(map(comparable, batch.events)) == list(
         map(comparable, decode_batch(encode(*events, removal_map(3))).events)
     )
+
+
+def joined(events: Iterable[KvEvent]) -> list[tuple[object, ...]]:
+    """With stores that go on from the one before put together again."""
+    whole: list[Any] = []
+    for event in events:
+        last = whole[-1] if whole else None
+        if isinstance(event, Stored) and isinstance(last, Stored) and event.parent == last.hashes[-1]:
+            tokens = np.concatenate([last.tokens, event.tokens])
+            whole[-1] = msgspec.structs.replace(last, hashes=last.hashes + event.hashes, tokens=tokens)
+        else:
+            whole.append(event)
+    return list(map(comparable, whole))
+
+
+long_lists = st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 200), min_size=2, max_size=40)
+some_ids = long_lists | long_lists | st.lists(st.integers(0, 300) | st.just("image"), min_size=2, max_size=40)
+
+
+@given(
+    some_ids,
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.sampled_from([-1, 1]),
+    st.dictionaries(
+        st.sampled_from(
+            ["lora_name", "cache_salt", "extra_keys", "lookahead_token_ids", "medium", "parent_block_hash"]
+        ),
+        st.none() | st.just("CPU") | st.integers(1, 3) | st.just([["salt"]]),
+        max_size=2,
+    ),
+)
+def test_a_long_event_is_read_in_parts_that_say_the_same(
+    ids: list[object], size: int, at_once: int, sign: int, changes: dict[str, object]
+) -> None:
+    blocks = len(ids) // size
+    names = [sign * (1 << number % 63) + number for number in range(1, blocks + 1)]
+    plain = {
+        "block_hashes": names,
+        "token_ids": ids[: blocks * size],
+        "block_size": size,
+        "extra_keys": [None] * blocks,
+    }
+    told = {"type": "BlockStored", "parent_block_hash": None, "medium": "GPU", **plain, **changes}
+    payload = encode(removal_map(77), told, removal_map(78))
+    whole = decode_batch(payload)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_events, "_PIECE_BYTES", 1)
+        patch.setattr(kv_events, "_PART_TOKENS", at_once)
+        pieces = list(decode_pieces(payload, 100))
+    assert joined(event for piece in pieces for event in piece.events) == list(map(comparable, whole.events))
+    assert sum((Counter(piece.skipped) for piece in pieces), Counter()) == Counter(whole.skipped)
+    if not changes and "image" not in ids and blocks * size > 3 * at_once:
+        assert len(pieces) > 4, "read at once"
+
+
+def test_no_part_of_a_long_event_takes_long() -> None:
+    blocks = 50_000
+    ids = np.random.default_rng(1).integers(0, 150_000, blocks * 16).tolist()
+    told = {"type": "BlockStored", "block_hashes": list(range(1, blocks + 1)), "parent_block_hash": None}
+    payload = encode({**told, "token_ids": ids, "block_size": 16, "medium": "GPU", "extra_keys": [None] * blocks})
+    sizes = [len(event.hashes) for piece in decode_pieces(payload, 100) for event in piece.events if is_stored(event)]
+    assert (sum(sizes), max(sizes)) == (blocks, 512)
+
+
+def is_stored(event: KvEvent) -> TypeGuard[Stored]:
+    return isinstance(event, Stored)
 
 
 def removal_map(name: int) -> dict[str, object]:
