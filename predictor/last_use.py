@@ -2,13 +2,11 @@
 
 Engines give up first what was used least recently, and of one request's blocks the last ones first (vLLM 0.32's free
 list, SGLang 0.5.23's leaves). So a request that waits behind others may lose blocks that are cached when it is decided
-on. How long a block lasts is not computed from sizes but seen: so many blocks were stored between a prefix's last use
-and its eviction.
+on. Where the engine has got to is not computed from sizes but seen: what is evicted now was last used then.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Iterable
 
@@ -17,8 +15,7 @@ import numpy as np
 from predictor.prompt import BlockHashes
 
 _REMEMBERED = 8192  # blocks
-_LASTED = 64  # evictions that the time is taken from, and how many it takes at least
-_FEWEST = 8
+_EVICTIONS = 8  # the last, of which the newest block tells how far the engine has got; fewer tell nothing
 # Of a prompt the last block is remembered, and these: some of its beginning, which others may share, and one in 16.
 _SAMPLED = np.array([*range(3, 32, 4), *range(47, 1 << 16, 16)])
 # At the end of a run each block is looked at: somewhere there the prompt before has ended, and its answer begun.
@@ -31,12 +28,12 @@ class LastUse:
     def __init__(self) -> None:
         self._now = 0
         self._used: dict[int, int] = {}  # block -> when it was last used; the oldest first
-        self._lasted: deque[int] = deque(maxlen=_LASTED)
+        self._gone: deque[int] = deque(maxlen=_EVICTIONS)  # when what was evicted last had been used
 
     @property
-    def lasts_blocks(self) -> int | None:
-        """So many blocks are stored between the last use of a block and its eviction; None: not known."""
-        return int(statistics.median(self._lasted)) if len(self._lasted) >= _FEWEST else None
+    def front(self) -> int | None:
+        """What was last used before is gone; None: not known."""
+        return max(self._gone) if len(self._gone) == _EVICTIONS else None
 
     def stored(self, blocks: int) -> None:
         self._now += blocks
@@ -45,8 +42,9 @@ class LastUse:
         """A prompt with these blocks was served, and is not in use any more."""
         if not len(hashes):
             return
-        used, now = self._used, self._now
-        for block in (*hashes[_sampled_below(len(hashes))].tolist(), int(hashes[-1])):
+        used, now, blocks = self._used, self._now, hashes.tolist()
+        # Where other prompts have ended in it as well: what is remembered of a block must not be older than its use.
+        for block in (used.keys() & blocks) | {blocks[-1], *hashes[_sampled_below(len(blocks))].tolist()}:
             used.pop(block, None)
             used[block] = now
         while len(used) > _REMEMBERED:
@@ -55,21 +53,22 @@ class LastUse:
     def evicted(self, blocks: Iterable[int]) -> None:
         """These blocks have left the device."""
         for block in self._used.keys() & blocks:
-            self._lasted.append(self._now - self._used.pop(block))
+            self._gone.append(self._used.pop(block))
 
     def cleared(self) -> None:
-        """The device is empty. How long blocks last stays known."""
+        """The device is empty."""
         self._used.clear()
+        self._gone.clear()
 
     def left_of(self, hashes: BlockHashes, run: int, coming: int) -> int:
         """How many of a run of leading blocks will be left when `coming` more blocks have been stored.
 
         Where it is not known when they were last used, all.
         """
-        lasts = self.lasts_blocks if run and coming > 0 else None
-        if lasts is None:
+        front = self.front if run and coming > 0 else None
+        if front is None:
             return run
-        oldest = self._now + coming - lasts  # what was last used before is gone by then
+        oldest = front + coming  # where a block is stored one is evicted
         left = None
         looked_at = max(0, run - _LOOKED_AT)
         sampled = _sampled_below(looked_at)

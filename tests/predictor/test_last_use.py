@@ -57,17 +57,17 @@ def test_of_a_cache_that_has_not_evicted_anything_all_is_left() -> None:
     cache = Cache(1000, told)
     for number in range(20):
         cache.serve(conversation(number, 10))
-    assert told.lasts_blocks is None
+    assert told.front is None
     assert told.left_of(conversation(0, 10), 10, 500) == 10
 
 
-def test_a_block_lasts_as_long_as_others_were_seen_to() -> None:
+def test_a_block_lasts_until_the_order_of_eviction_has_got_to_it() -> None:
     cache, told = full_cache(100, 10)
-    assert told.lasts_blocks == 90
     mine = conversation(1, 10)
     cache.serve(mine)
-    for coming in range(0, 130, 10):
-        assert told.left_of(mine, 10, coming) == max(0, min(10, 100 - coming)), coming
+    # To within a prompt: of the one evicted last it is not known that it was the last of its time.
+    for coming in range(0, 150, 10):
+        assert told.left_of(mine, 10, coming) == max(0, min(10, 110 - coming)), coming
 
 
 def test_the_end_of_a_prefix_goes_first_and_no_more_of_it_than_is_stored() -> None:
@@ -77,7 +77,7 @@ def test_the_end_of_a_prefix_goes_first_and_no_more_of_it_than_is_stored() -> No
     for number in range(2, 11):
         cache.serve(conversation(number, 10))
     assert cache.run(mine) == 10, "it is the next to go"
-    assert [told.left_of(mine, 10, coming) for coming in (0, 3, 10, 1000)] == [10, 7, 0, 0]
+    assert [told.left_of(mine, 10, coming) for coming in (0, 13, 20, 1000)] == [10, 7, 0, 0]
 
 
 def test_what_the_engine_made_of_a_prompt_goes_with_it() -> None:
@@ -86,7 +86,7 @@ def test_what_the_engine_made_of_a_prompt_goes_with_it() -> None:
     next_turn = conversation(1, 16)  # of which 13 are cached: three blocks are the answer's
     for number in range(2, 11):
         cache.serve(conversation(number, 10))
-    assert [told.left_of(next_turn, 13, coming) for coming in (0, 2, 13)] == [13, 11, 0]
+    assert [told.left_of(next_turn, 13, coming) for coming in (0, 12, 23)] == [13, 11, 0]
 
 
 def test_what_others_have_used_since_stays() -> None:
@@ -112,18 +112,28 @@ def test_in_the_middle_of_a_long_prompt_last_uses_are_known_to_a_few_blocks(shar
     assert told.left_of(chain(*range(shared), 1, 2), shared, 900) == shared
 
 
+def test_a_prompt_that_ended_in_what_others_go_on_from_does_not_make_it_old() -> None:
+    cache, told = full_cache(200, 10)
+    shared = conversation(1, 6)
+    cache.serve(shared)
+    for number in range(2, 17):
+        cache.serve(conversation(number, 10))
+    cache.serve(conversation(1, 26))
+    assert told.left_of(shared, 6, 100) == 6
+
+
 def test_nothing_is_taken_off_a_prefix_of_which_nobody_knows_when_it_was_used() -> None:
     _, told = full_cache(100, 10)
     assert told.left_of(conversation(1, 10), 10, 500) == 10
     assert told.left_of(conversation(1, 10), 0, 500) == 0
 
 
-def test_a_cleared_device_has_no_last_uses_but_blocks_last_as_long() -> None:
+def test_of_a_cleared_device_nothing_is_known() -> None:
     cache, told = full_cache(100, 10)
     mine = conversation(1, 10)
     cache.serve(mine)
     told.cleared()
-    assert (told.lasts_blocks, told.left_of(mine, 10, 500)) == (90, 10)
+    assert (told.front, told.left_of(mine, 10, 500)) == (None, 10)
 
 
 def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
