@@ -27,15 +27,18 @@ _CONNECTION_WINDOW: Final = 1 << 30
 _DEFAULT_WINDOW, _MAX_WINDOW = 65_535, (1 << 31) - 1
 _DEFAULT_FRAME, _MAX_FRAME = 16_384, (1 << 24) - 1
 _MAX_STREAMS: Final = 1 << 16
-# As gRPC's own servers (`grpc.absolute_max_metadata_size`); and decoding more would take too long.
-_MAX_HEADER_BYTES: Final = 16 << 10
+# Envoy takes 60 KiB of headers from a caller, and with tracing hands the caller's `tracestate` on to us. Who is beyond
+# that ends the connection: what is not decoded would be missing from the table of what comes later.
+_MAX_HEADER_BYTES, _MAX_DECODED_BYTES = 64 << 10, 128 << 10
 # Answers to pings and settings of a peer that does not read them.
 _MAX_UNREAD: Final = 8 << 20
 # Of what is written in one turn of the loop; who has more to say waits for the transport.
 _MAX_PENDING: Final = 256 << 10
 _CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 256, 1024
-# Taken in before the loop has its next turn: as many as 16 requests of one body each.
+# Taken in before the loop has its next turn: as many as 16 requests of one body each. What is more work than a frame
+# counts as several: a message beside others in one frame, and so many bytes of headers to decode.
 _FRAMES_A_TURN: Final = 64
+_HEADER_BYTES_A_FRAME: Final = 32
 
 _FRAME = struct.Struct(">HBBBI")  # length (upper 16 bits, lower 8), type, flags, stream
 _WORD = struct.Struct(">I")
@@ -138,7 +141,8 @@ class Connection(asyncio.Protocol):
         self._began = False  # the peer's preface has come
         self._introduced = False  # and its settings
         self._going = False  # we take no new streams
-        self._decoder = hpack.Decoder(max_header_list_size=_MAX_HEADER_BYTES)
+        self.extra_work = 0  # of what is being taken in, in frames
+        self._decoder = hpack.Decoder(max_header_list_size=_MAX_DECODED_BYTES)
         self._blocks: dict[bytes, HeaderList] = {}
         self._headers: tuple[int, int, bytearray] | None = None  # stream, flags and block of headers to be continued
         self.initial_send_window = _DEFAULT_WINDOW
@@ -161,7 +165,7 @@ class Connection(asyncio.Protocol):
             (_HEADER_TABLE_SIZE, 0),
             (_MAX_CONCURRENT, _MAX_STREAMS),
             (_INITIAL_WINDOW, STREAM_WINDOW),
-            (_MAX_HEADER_LIST, _MAX_HEADER_BYTES),
+            (_MAX_HEADER_LIST, _MAX_DECODED_BYTES),
         )
         self.send_frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*setting) for setting in settings))
         self.send_frame(WINDOW_UPDATE, 0, 0, _WORD.pack(_CONNECTION_WINDOW - _DEFAULT_WINDOW))
@@ -237,6 +241,11 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self.paused = False
         self._window_opened()
+
+    def retire(self) -> None:
+        """The peer is asked to open streams elsewhere; those that are on their way are served (RFC 9113, 6.8)."""
+        if not self._going:
+            self.send_frame(GOAWAY, 0, 0, _WORD.pack(_MAX_WINDOW) + _WORD.pack(NO_ERROR))
 
     def go_away(self, code: int = NO_ERROR, why: str = "") -> None:
         """Streams that are open go on; the peer is asked to open no more."""
@@ -316,7 +325,9 @@ class Connection(asyncio.Protocol):
             at = len(PREFACE)
         unpack, left = _FRAME.unpack_from, _FRAMES_A_TURN
         while end - at >= 9:
-            if not left:
+            left -= self.extra_work
+            self.extra_work = 0
+            if left <= 0:
                 self._rest_a_turn()
                 break
             left -= 1
@@ -449,6 +460,7 @@ class Connection(asyncio.Protocol):
         known = self._blocks.get(block)
         if known is not None:
             return known
+        self.extra_work += len(block) // _HEADER_BYTES_A_FRAME
         table = self._decoder.header_table
         alone = not table.dynamic_entries
         try:

@@ -36,6 +36,8 @@ _SMALL_PART, _JOINED_PART = 1 << 10, 16 << 10
 # the request on without us.
 MAX_KEPT_BYTES: Final = 1 << 30
 _QUIET_S: Final = 20.0
+# Of a message that is sent in pieces, whatever frames the peer allows: what is written at once is not yet unread.
+_MAX_PIECE: Final = 64 << 10
 _BACKLOG: Final = 1024
 _ANY_HOST: Final = ("0.0.0.0", "::")
 _LENGTH = struct.Struct(">I")
@@ -152,12 +154,21 @@ class Call(Stream):
         task = self._task = asyncio.get_running_loop().create_task(self._run(handler))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        """A task that was cancelled holds its frames, and they the call: all of it would wait for the collector."""
+        del task
+        self._task = None
 
     async def _run(self, handler: Handler) -> None:
         try:
             await handler(self)
         except RpcError as error:
             self.finish(error.status, error.message)
+        except asyncio.CancelledError:
+            self.finish(Status.UNKNOWN, "given up")  # says nothing where the caller is gone
+            raise
         except Exception as fault:
             self.finish(Status.UNKNOWN, "a fault of the server")
             self._watcher.bug(fault)
@@ -199,7 +210,8 @@ class Call(Stream):
         if not self.local_closed:
             self._ours -= size
             self._kept.now -= size
-        self.give_window()
+        if self._held < STREAM_WINDOW:
+            self.give_window()
         return message
 
     def on_data(self, data: bytes) -> None:
@@ -229,7 +241,7 @@ class Call(Stream):
         first, *others = self._parts
         if len(first) < _PREFIX:
             first, others = b"".join(self._parts), []
-        at = 0
+        at, before = 0, len(self._messages)
         if others:
             whole = self._whole(first, 0)
             if whole is None:
@@ -255,6 +267,7 @@ class Call(Stream):
             at += whole
         self._parts = [first[at:]] if at < end else []
         self._size = end - at
+        self.connection.extra_work += len(self._messages) - before
 
     def _whole(self, data: bytes, at: int) -> int | None:
         """How long the message is that begins there, prefix included; None if it is refused."""
@@ -283,6 +296,8 @@ class Call(Stream):
 
     def on_gone(self) -> None:
         self._settle()
+        self._parts, self._size, self._held = [], 0, 0
+        self._messages.clear()
         self._end_reading()
         if self._task is not None:
             self._task.cancel()
@@ -303,7 +318,7 @@ class Call(Stream):
     async def write(self, message: bytes) -> None:
         """Returns once it has been handed on: a caller that does not read keeps its writer waiting."""
         connection, size = self.connection, len(message) + _PREFIX
-        fits = size <= self.send_window and size <= connection.send_window and size <= connection.max_frame
+        fits = size <= min(self.send_window, connection.send_window, connection.max_frame, _MAX_PIECE)
         if fits and not connection.congested and not self.local_closed:
             self.send_window -= size
             connection.send_window -= size
@@ -317,7 +332,7 @@ class Call(Stream):
         self._begin()
         at, end = -len(prefix), len(message)
         while at < end and not self.local_closed:
-            size = min(end - at, self.send_window, connection.send_window, connection.max_frame)
+            size = min(end - at, self.send_window, connection.send_window, connection.max_frame, _MAX_PIECE)
             if size > 0 and connection.congested and not connection.paused:
                 await connection.room()
                 continue
@@ -404,6 +419,11 @@ class RpcServer:
         else:
             self._listener = await loop.create_server(self._connect, host, port, backlog=_BACKLOG)
         return int(self._listener.sockets[0].getsockname()[1])
+
+    def retire(self) -> None:
+        """Asks all who are connected to go elsewhere with new calls; those that come nevertheless are served."""
+        for connection in self._connections:
+            connection.retire()
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more calls, gives those that are open so long to end, and cancels what is left."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Protocol, TypeVar
@@ -28,6 +29,9 @@ HEALTH_NAMES = ("", "liveness", "readiness", wire.PROCESSOR_SERVICE)
 # Ready means that requests should come; a draining server is still alive.
 _READINESS_NAMES = ("", "readiness", wire.PROCESSOR_SERVICE)
 _NAMESPACES = (NAMESPACE, USAGE_NAMESPACE)
+
+# Of the access log, before others have their turn.
+_ENTRIES_A_TURN = 50
 
 # Above Envoy's largest body (envoy/envoy.yaml: 64 MiB), with room for framing; gRPC's own default is 4 MiB, and a body
 # above it would end the stream with an error.
@@ -166,15 +170,36 @@ class AccessLog:
         self._ledger = ledger
         self._metrics = metrics
         self._log = log
+        self._tell_again_s = 0.0
 
     async def stream(self, messages: AsyncIterator[bytes]) -> None:
+        entries = 0
         async for message in messages:
+            entries += 1
             try:
                 for end in wire.read_access_log(wire.parse_access_log(message), _NAMESPACES):
                     self._ledger.request_ended(end)
+                    entries += 1
+                    if entries >= _ENTRIES_A_TURN:
+                        entries = await _next_turn()
             except Exception:
                 self._metrics.bugs.labels("access_log").inc()
-                self._log("bug", where="access_log", trace=traceback.format_exc())
+                self._tell()
+            if entries >= _ENTRIES_A_TURN:
+                entries = await _next_turn()
+
+    def _tell(self) -> None:
+        """Of a peer that sends nothing but nonsense once a second is enough."""
+        now_s = time.monotonic()
+        if now_s >= self._tell_again_s:
+            self._tell_again_s = now_s + 1.0
+            self._log("bug", where="access_log", trace=traceback.format_exc())
+
+
+async def _next_turn() -> int:
+    """Lets others run; how many entries have been taken in this turn."""
+    await asyncio.sleep(0)
+    return 0
 
 
 class _RpcWatcher:
@@ -228,7 +253,10 @@ class Server:
         """Says that it is going, gives Envoy `notice_s` to hear it, and open exchanges `grace_s` to see their end."""
         for name in _READINESS_NAMES:
             self._health.set(name, serving=False)
+        # Not every mesh asks for our health, and who goes on opening streams would be cut off at the end.
+        self._server.retire()
         await asyncio.sleep(notice_s)
+        self._server.retire()  # who has come back meanwhile
         # Not the server's own grace: the access log's stream never ends by itself.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._processor.drained(), grace_s)

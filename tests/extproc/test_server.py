@@ -252,6 +252,30 @@ async def test_garbage_in_the_access_log_does_not_end_its_stream(filter_: Filter
     assert filter_.counted("access_log_entries", kind="tracked") == 1
 
 
+async def test_nonsense_in_the_access_log_neither_stops_the_loop_nor_fills_the_log(
+    filter_: Filter, envoy: Envoy
+) -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def messages() -> AsyncIterator[bytes]:
+        counting = asyncio.create_task(count())
+        for _ in range(3_000):
+            yield b"\xff"
+        counting.cancel()
+
+    logs = server_module.AccessLog(filter_.ledger, filter_.metrics, filter_.log)
+    await logs.stream(messages())
+    assert turns >= 3_000 / server_module._ENTRIES_A_TURN - 1
+    assert filter_.counted("bugs", where="access_log") == 3_000
+    assert 1 <= len(filter_.log.of("bug")) <= 5
+
+
 async def health(envoy: Envoy, name: str) -> int:
     stub = health_pb2_grpc.HealthStub(envoy.channel)
     response = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)

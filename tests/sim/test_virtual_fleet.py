@@ -22,7 +22,7 @@ from enginesim.scheduler import Scheduler
 from enginesim.settings import CostSettings, SchedulerSettings, SglangSettings
 from enginesim.sglang_scheduler import SglangScheduler
 from enginesim.step_time import StepTime
-from predictor.admission import Refusal
+from predictor.admission import AdmissionPolicy, Refusal
 from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.kv_events import decode_batch
@@ -440,7 +440,7 @@ def test_at_twice_what_the_engines_can_do_those_let_in_keep_the_bound_and_the_ot
     assert sum(wait_s <= 5.5 for wait_s in waits_s) / len(waits_s) > 0.95
     for refusal in world.refused:
         learned = [priced for priced in refusal.forecasts if priced.basis is Basis.CURVE]
-        assert min(priced.queue_wait_quantile_s(0.7) for priced in learned) > 5.0
+        assert min(priced.queue_wait_quantile_s(1 - AdmissionPolicy().risk) for priced in learned) > 5.0
         assert refusal.retry is not None
         assert 1 <= refusal.retry.whole_s <= 60
     # Costs stay sane although nobody has an engine to himself any more. What a decode costs was never seen, and one
