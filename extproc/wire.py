@@ -392,9 +392,9 @@ def _encodable(text: str) -> str:
 # The access log.
 
 
-def read_access_log(message: StreamAccessLogsMessage, namespaces: Collection[str]) -> list[RequestEnd]:
+def read_access_log(message: StreamAccessLogsMessage, namespaces: Collection[str]) -> Iterator[RequestEnd]:
     """The HTTP entries of `message`, with the metadata of those `namespaces` that are present. Never raises."""
-    return [_request_end(entry, namespaces) for entry in message.http_logs.log_entry]
+    return (_request_end(entry, namespaces) for entry in message.http_logs.log_entry)
 
 
 def _request_end(entry: HTTPAccessLogEntry, namespaces: Collection[str]) -> RequestEnd:

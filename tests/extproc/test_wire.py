@@ -472,9 +472,9 @@ def test_text_that_is_not_utf8_costs_no_entry() -> None:
 def test_a_message_without_http_entries_reports_nothing() -> None:
     message = StreamAccessLogsMessage()
     message.identifier.log_name = "llm"
-    assert wire.read_access_log(message, ("headway",)) == []
+    assert list(wire.read_access_log(message, ("headway",))) == []
     tcp_logs = b"\x1a\x02\x0a\x00"  # field 3: one TCP entry, which our protos leave out
-    assert wire.read_access_log(wire.parse_access_log(tcp_logs), ()) == []
+    assert list(wire.read_access_log(wire.parse_access_log(tcp_logs), ())) == []
 
 
 # Helpers.

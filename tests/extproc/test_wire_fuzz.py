@@ -94,7 +94,7 @@ def test_whatever_parses_as_an_access_log_message_can_be_read(data: st.DataObjec
         message = wire.parse_access_log(raw)
     except DecodeError:
         return
-    ends = wire.read_access_log(message, NAMESPACES)
+    ends = list(wire.read_access_log(message, NAMESPACES))
     assert len(ends) == len(message.http_logs.log_entry)
     assert repr(ends)
 
