@@ -328,12 +328,7 @@ class PrefillCost:
     def _rescale(self, change: Change, prefills: bool, decodes: bool) -> None:
         factor = exp(min(_FASTEST_CHANGE, max(-_FASTEST_CHANGE, change.level)))
         self._samples = self._samples.rescaled(factor, change.since, prefills, decodes)
-        if prefills and decodes and change.since > self._samples.taken and self.basis is Basis.CURVE:
-            # All that was measured takes as much longer, and so does what was made of it: a fit would find the same.
-            self._coefficients = self._coefficients * factor
-            self.cost = _step_cost(self._coefficients, self.cost.bend_tokens)
-        else:
-            self._fit()
+        self._fit()
 
     def _changed(self) -> None:
         self.changes += 1
