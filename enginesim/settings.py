@@ -67,9 +67,9 @@ class SglangSettings(SchedulerSettings):
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not self.schedule_conservativeness > 0:
             raise ValueError(f"schedule_conservativeness must be above 0, not {self.schedule_conservativeness}")
-        if self.max_num_batched_tokens < self.block_size:
+        if self.max_num_batched_tokens % self.block_size:
             raise ValueError(
-                f"chunked_prefill_size must hold a page of {self.block_size}, and is {self.max_num_batched_tokens}"
+                f"chunked_prefill_size must be whole pages of {self.block_size}, not {self.max_num_batched_tokens}"
             )
 
 

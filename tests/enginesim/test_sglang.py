@@ -122,7 +122,10 @@ def test_whole_leaves_go_first_and_are_told_in_one_event() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_at_the_end_the_events_tell_what_the_tree_holds(page_size: int) -> None:
-    engine = engine_of(block_size=page_size, num_gpu_blocks=800 // page_size + 1, decode_log_interval=7)
+    chunk = 100 // page_size * page_size
+    engine = engine_of(
+        block_size=page_size, num_gpu_blocks=800 // page_size + 1, max_num_batched_tokens=chunk, decode_log_interval=7
+    )
     arrivals = []
     for number in range(60):
         tokens = [*range(number % 3 * 50, number % 3 * 50 + 60), *range(1000 * number, 1000 * number + number * 5)]
@@ -146,7 +149,8 @@ def test_at_the_end_the_events_tell_what_the_tree_holds(page_size: int) -> None:
     [
         ({"decode_log_interval": 0}, "decode_log_interval must be at least 1"),
         ({"schedule_conservativeness": 0.0}, "schedule_conservativeness must be above 0"),
-        ({"block_size": 64, "max_num_batched_tokens": 32}, "must hold a page of 64"),
+        ({"block_size": 64, "max_num_batched_tokens": 32}, "chunked_prefill_size must be whole pages of 64, not 32"),
+        ({"block_size": 16, "max_num_batched_tokens": 100}, "chunked_prefill_size must be whole pages of 16, not 100"),
     ],
 )
 def test_settings_that_make_no_engine_are_named(settings: dict[str, Any], says: str) -> None:

@@ -3,7 +3,7 @@
 from collections import deque
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -136,27 +136,35 @@ def test_who_is_retracted_waits_behind_all_others_and_more_is_reserved() -> None
     assert not queue.shut
 
 
+# Five prompts of which the last find no room: they are not tried again before somebody has left.
+CROWDED = [(0, 97, 2), (0, 161, 2), (0, 193, 11), (0, 145, 40), (0, 200, 40)]
+
+
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 200), st.integers(1, 40)), min_size=1, max_size=12),
     page=st.sampled_from([1, 4, 16]),
-    chunk=st.integers(16, 120),
+    chunk_pages=st.integers(1, 8),
     slots=st.integers(1, 6),
-    pages=st.integers(60, 200),
+    total=st.integers(300, 3200),
 )
+@example(arrivals=CROWDED, page=16, chunk_pages=1, slots=5, total=960)
+@example(arrivals=CROWDED, page=16, chunk_pages=2, slots=5, total=960)
+@example(arrivals=CROWDED, page=16, chunk_pages=3, slots=5, total=960)
 @hypothesis_settings(max_examples=300, deadline=None)
 def test_every_step_is_what_the_simulated_engine_composes(
-    arrivals: list[tuple[int, int, int]], page: int, chunk: int, slots: int, pages: int
+    arrivals: list[tuple[int, int, int]], page: int, chunk_pages: int, slots: int, total: int
 ) -> None:
+    chunk = chunk_pages * max(16, page)  # SGLang insists on whole pages
     engine = SglangScheduler(
         SglangSettings(
-            block_size=page, num_gpu_blocks=pages * 16 // page + 1, max_num_batched_tokens=chunk, max_num_seqs=slots
+            block_size=page, num_gpu_blocks=total // page + 1, max_num_batched_tokens=chunk, max_num_seqs=slots
         ),
         lambda request: 7,
     )
     told = Settings(
         family="sglang",
         block_size=page,
-        num_gpu_blocks=pages * 16 // page,
+        num_gpu_blocks=total // page,
         max_num_batched_tokens=chunk,
         max_num_seqs=slots,
     )
