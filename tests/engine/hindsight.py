@@ -41,8 +41,8 @@ class Hindsight:
             if copies:
                 self._set(at_s, block, 0)
 
-    def runs(self, tokens: Sequence[int], salt: str | None, block_size: int, first_s: float, last_s: float) -> set[int]:
-        """The lengths in blocks that the cached run of a prompt had at some moment from `first_s` to `last_s`."""
+    def _chain(self, tokens: Sequence[int], salt: str | None, block_size: int) -> list[int]:
+        """The engine's hashes of a prompt's blocks, as far as it has ever stored them."""
         chain: list[int] = []
         parent: int | None = None
         for start in range(0, len(tokens) - block_size + 1, block_size):
@@ -52,10 +52,20 @@ class Hindsight:
                 break
             chain.append(found)
             parent = found
-        moments = {first_s, last_s}
-        for block in chain:
-            moments.update(at_s for at_s, _ in self._changes[block] if first_s <= at_s <= last_s)
-        return {self._run(chain, moment) for moment in moments}
+        return chain
+
+    def history(
+        self, tokens: Sequence[int], salt: str | None, block_size: int, first_s: float, last_s: float
+    ) -> list[tuple[float, int]]:
+        """The lengths in blocks that the cached run of a prompt had from `first_s` to `last_s`, and since when."""
+        chain = self._chain(tokens, salt, block_size)
+        changed = {at_s for block in chain for at_s, _ in self._changes[block] if first_s <= at_s <= last_s}
+        told: list[tuple[float, int]] = []
+        for moment in [first_s, *sorted(changed)]:
+            run = self._run(chain, moment)
+            if not told or told[-1][1] != run:
+                told.append((moment, run))
+        return told
 
     def _run(self, chain: Sequence[int], at_s: float) -> int:
         for position, block in enumerate(chain):

@@ -19,8 +19,8 @@ from tests.engine.harness import MODEL, RealEngine
 from tests.engine.hindsight import Hindsight
 from tests.engine.mirror import MODEL_FOLDER
 
-# Through Envoy to the filter, and events through a socket of their own.
-_ON_ITS_WAY_S = 0.1
+# Events come to the filter by a socket of their own, and may be read a little after a request that was sent later.
+_READ_LATER_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Served:
     """One request: what the filter credited the engine with, and what the engine says that it reused. Tokens."""
 
     sent_s: float
+    answered_s: float  # when its headers came, which vLLM sends before it looks for anything cached
     worker: str
     credited: int
     cached: int
@@ -43,12 +44,12 @@ class Served:
     def over(self) -> int:
         return self.credited - self.cached
 
-    def was_right_when_decided(self, hindsight: Hindsight, block_size: int) -> bool:
-        """Whether the engine held what it was credited with while the request was on its way to it."""
-        runs = hindsight.runs(
-            self.tokens, self.salt, block_size, self.sent_s - _ON_ITS_WAY_S, self.sent_s + _ON_ITS_WAY_S
-        )
-        return self.credited in {min(run, (len(self.tokens) - 1) // block_size) * block_size for run in runs}
+    def held(self, hindsight: Hindsight, block_size: int) -> list[tuple[float, int]]:
+        """How many tokens of it the engine held before it answered, and since when, in seconds from when it was sent:
+        by one of these, or by one and a guess of what will be gone at its turn, the filter has decided."""
+        most = (len(self.tokens) - 1) // block_size
+        runs = hindsight.history(self.tokens, self.salt, block_size, self.sent_s - _READ_LATER_S, self.answered_s)
+        return [(round(at_s - self.sent_s, 3), min(run, most) * block_size) for at_s, run in runs]
 
     def __str__(self) -> str:
         return f"{self.worker}, turn {self.turn}: {self.credited} credited, {self.cached} cached of {len(self.tokens)}"
@@ -99,6 +100,7 @@ class Live:
         options = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
         sent = {"model": MODEL, "temperature": 0, **options, **body}
         async with self.http.post(self.stack.url + path, json=sent) as response:
+            answered_s = time.monotonic()
             answer = await read(response)
         assert answer.status == 200, (answer.status, answer.body[:300])
         assert answer.worker is not None, "no worker was chosen: the filter was not asked, or did not answer"
@@ -109,6 +111,7 @@ class Live:
         )
         served = Served(
             sent_s=sent_s,
+            answered_s=answered_s,
             worker=answer.worker,
             credited=int(answer.headers["x-headway-cached-tokens"]),
             cached=answer.usage["prompt_tokens_details"]["cached_tokens"],

@@ -22,7 +22,7 @@ import pytest_asyncio
 from enginesim.words import text
 from tests.engine.conversations import Callers
 from tests.engine.harness import MODEL, EngineSettings, RealEngine, StepCost
-from tests.engine.live import Account, Live, Served, enough, for_seconds, live
+from tests.engine.live import Account, Live, enough, for_seconds, live
 from tests.engine.relay import EventRelay
 
 # One stack serves all tests of this module: an engine takes half a minute to start.
@@ -96,6 +96,7 @@ def scene(fleet: Live, relays: dict[str, EventRelay]) -> Scene:
 async def test_in_a_steady_state_credit_is_right(scene: Scene, requests_in_a_stretch: int) -> None:
     account = await scene.talk(enough(requests_in_a_stretch))
     scene.check(account)
+    assert account.right_share >= RIGHT_SHARE, str(account)
     # It was worth the test: both served, much was reused, and the caches were too small.
     assert {one.worker for one in account.served} == set(NAMES)
     assert sum(one.cached for one in account.served) > 0.2 * sum(len(one.tokens) for one in account.served)
@@ -213,15 +214,20 @@ class Scene:
         return not await self.fleet.trusted("left")
 
     def check(self, account: Account, failures_allowed: bool = False) -> None:
-        """All but one in a hundred are credited to the token. The rest were right when they were decided, or have at
-        most a block too much: an engine evicts in the step that is under way, and says so at its end."""
-        wrong = [one for one in account.wrong if not self._was_right(one)]
-        _logger.info("%s\nof these, wrong when decided: %s", account, [*map(str, wrong)])
+        """The view is the engine's: all but one in a hundred are credited with what it held while they were on their
+        way to it, and nobody with more, but for a block. What an engine evicts for requests ahead it tells when the
+        step has ended; and a turn may be quicker than the events of the answer before it."""
         assert failures_allowed or not account.failed, account.failed[:5]
         assert account.served, "no request is left to judge"
-        # Of few requests one may be wrong.
-        assert len(account.wrong) <= max(1, (1 - RIGHT_SHARE) * len(account.served)), str(account)
-        assert all(one.over <= BLOCK for one in wrong), [*map(str, wrong)]
-
-    def _was_right(self, served: Served) -> bool:
-        return served.was_right_when_decided(self.relays[served.worker].hindsight, BLOCK)
+        _logger.info("%s", account)
+        unexplained = []
+        for one in account.wrong:
+            held = one.held(self.relays[one.worker].hindsight, BLOCK)
+            told = f"{one}: held {held}, answered at {one.answered_s - one.sent_s:.3f} s"
+            _logger.info("%s", told)
+            runs = [tokens for _, tokens in held]
+            assert one.credited <= max(one.cached + BLOCK, *runs), told
+            if one.credited not in runs:
+                unexplained.append(told)
+        # Of few requests one may be: what will be gone at its turn is guessed.
+        assert len(unexplained) <= max(1, (1 - RIGHT_SHARE) * len(account.served)), unexplained

@@ -1,4 +1,4 @@
-"""Our cache view against SGLang's own radix cache, allocators and event recorder, in virtual time."""
+"""Our cache view against SGLang's own radix cache, hierarchy, allocators and event recorder, in virtual time."""
 
 import logging
 from dataclasses import replace
@@ -53,6 +53,24 @@ def test_who_waits_is_credited_with_what_will_be_left(request: pytest.FixtureReq
     assert verdict.over_at_arrival < 0.5 * verdict.over_as_it_stood, str(verdict)
 
 
+HIERARCHIES = {
+    "write_through": replace(PLAIN, page_size=16, host_ratio=2.0),
+    "write_back": replace(PLAIN, page_size=16, host_ratio=1.0, write_policy="write_back"),
+    "pairs of tokens": replace(PLAIN, page_size=16, host_ratio=2.0, eagle=True),
+}
+
+
+@pytest.mark.parametrize("name", HIERARCHIES)
+def test_what_its_hierarchical_cache_has_on_the_host_is_credited(name: str, request: pytest.FixtureRequest) -> None:
+    """HiCache: what leaves the device stays on the host, and comes back for who goes on from it."""
+    engine = replace(HIERARCHIES[name], shape=Shape(requests=10_000))
+    verdict = _follow(_sized(engine, request))
+    assert verdict.right == verdict.admitted > 0, str(verdict)
+    assert verdict.holds_checked >= 1
+    assert verdict.skipped.total() == 0
+    assert verdict.loaded > 0.05 * verdict.admitted, "the case shows nothing"
+
+
 def test_events_that_come_late_cost_little(request: pytest.FixtureRequest) -> None:
     """While it only decodes, SGLang keeps its events for forty steps."""
     verdict = _follow(_sized(replace(PLAIN, page_size=16, decode_log_interval=40), request))
@@ -68,7 +86,9 @@ def _follow(engine: VirtualSglang) -> Verdict:
     lookahead = int(engine.eagle)
     family = HashFamily(engine.page_size, lookahead)
     rule = sglang().with_blocks_seen(lookahead, pairs=engine.eagle)
-    observer = Observer(family, TierCaps(engine.max_total_num_tokens // engine.page_size), rule)
+    pages = engine.max_total_num_tokens // engine.page_size
+    # SGLang's pool on the host has a page more.
+    observer = Observer(family, TierCaps(pages, host=int(pages * engine.host_ratio) + 1), rule)
     verdict = observer.follow(engine.records())
     _logger.info("%s", verdict)
     return verdict

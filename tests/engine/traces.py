@@ -66,6 +66,8 @@ class VirtualSglang:
     max_running_requests: int = 64
     decode_log_interval: int = 1  # decode steps between two batches of events; SGLang's default is 40
     eagle: bool = False
+    host_ratio: float = 0.0  # of its hierarchical cache: the host's size in sizes of the device; 0: none
+    write_policy: str = "write_through"  # when something is copied to the host
 
     def records(self) -> Iterator[list[Any]]:
         home = sglang_home()
@@ -192,6 +194,8 @@ class Observer:
                     self._came(*fields)
                 case "looked_up":
                     self._looked_up(*fields)
+                case "loaded":
+                    self.verdict.loaded += 1
                 case "admitted":
                     self._admitted(*fields)
                 case "first":
@@ -206,6 +210,8 @@ class Observer:
                     self._holds(*fields)
                 case "holds_tokens":
                     self._holds(range(fields[0] // self.block_size))
+                    for on_host in fields[1:]:
+                        assert self.index.blocks(WORKER, Tier.HOST) == on_host // self.block_size
                 case "done":
                     self._done(*fields)
         return self.verdict

@@ -12,6 +12,11 @@ what was done to the tree, for a twin of it:
 
     ["matched", id, hit tokens] ["unlocked", id] ["evicted", tokens wanted]
     ["inserted", id, its tokens so far (u32), pages]
+
+and with a hierarchy
+
+    ["loaded", id]                             of what it hits a part comes from the host
+    ["holds_tokens", tokens, tokens on the host]
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -24,15 +29,17 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import absent  # noqa: F401 - before SGLang
+import hicache
 import msgspec
 import torch
 from sglang.srt.disaggregation.kv_events import KVEventBatch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -74,10 +81,12 @@ class Engine:
         self.most_running: int = options["max_running_requests"]
         self.drains_every: int = options["decode_log_interval"]
         tokens: int = options["max_total_num_tokens"]
+        self.hierarchy: bool = options["host_ratio"] > 0
+        pool = hicache.device_pool(tokens, self.page) if self.hierarchy else None
         if self.page == 1:
-            self.allocator: Any = TokenToKVPoolAllocator(tokens, torch.bfloat16, "cpu", None, False)
+            self.allocator: Any = TokenToKVPoolAllocator(tokens, torch.bfloat16, "cpu", pool, False)
         else:
-            self.allocator = PagedTokenToKVPoolAllocator(tokens, self.page, torch.bfloat16, "cpu", None, False)
+            self.allocator = PagedTokenToKVPoolAllocator(tokens, self.page, torch.bfloat16, "cpu", pool, False)
         self.parameters = CacheInitParams(
             disable=False,
             req_to_token_pool=None,
@@ -88,6 +97,8 @@ class Engine:
             tree_components=(ComponentType.FULL,),
         )
         self.cache = UnifiedRadixCache(self.parameters)
+        if self.hierarchy:
+            hicache.attach(self.cache, self.parameters, self.page, options["host_ratio"], options["write_policy"])
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self.chunked: Running | None = None
@@ -120,10 +131,13 @@ class Engine:
 
     def step(self, workload: Workload) -> list[tuple[Ask, list[int]]]:
         self.counts["steps"] += 1
+        if self.hierarchy:
+            self.cache.check_hicache_events()
         batch = self._prefill_batch()
         ended = self._run_prefill(batch, workload) if batch else self._run_decode(workload)
+        if self.hierarchy:
+            self.cache.flush_pending_backups()
         if self.counts["steps"] % _HOLDS_EVERY == 0:
-            self.drain()
             self.tell_what_it_holds()
         return ended
 
@@ -133,9 +147,15 @@ class Engine:
             self.tell("batch", self._encoder.encode(KVEventBatch(ts=0.0, events=events, attn_dp_rank=0)))
 
     def tell_what_it_holds(self) -> None:
+        on_host: tuple[int, ...] = ()
+        if self.hierarchy:
+            self.cache.writing_check(write_back=True)  # what is on its way there arrives
+            pool = self.cache.cache_controller.mem_pool_host
+            on_host = (int(pool.size - pool.available_size()),)
+        self.drain()
         total = self.cache.total_size()
         tokens = total[0] if isinstance(total, tuple) else total
-        self.tell("holds_tokens", int(tokens))
+        self.tell("holds_tokens", int(tokens), *on_host)
 
     # Prefill
 
@@ -163,8 +183,16 @@ class Engine:
                 break
             self.waiting.popleft()
             promised += need
+            last = matched.last_device_node
+            if matched.host_hit_length:
+                loaded, last = self._load(matched)
+                hit += loaded
+                self.cache.unlock(lock)
+                lock = self.cache.lock(last)
+                if loaded:
+                    self.tell("loaded", request.ask.id)
             request.lock = lock
-            request.slots = self.cache.path_device_indices(matched.last_device_node).clone()
+            request.slots = self.cache.path_device_indices(last).clone()
             request.computed = request.inserted = hit
             kind = "resumed" if request.output else "admitted"
             self.tell(kind, request.ask.id, hit, len(request.tokens), *([hit] if kind == "admitted" else ()))
@@ -173,10 +201,30 @@ class Engine:
                 tokens = left // self.page * self.page
             batch.append((request, tokens))
             left -= -(-tokens // self.page) * self.page
+        if self.hierarchy:
+            self.cache.ready_to_load_host_cache()
         for request, tokens in batch:
             if not self._reserve(request, request.computed + tokens):
                 raise SystemExit("more was admitted than fits")
         return batch
+
+    def _load(self, matched: Any) -> tuple[int, Any]:
+        """What the host has of a match comes back to the device, all of it or nothing."""
+        pinned = self.cache.inc_host_lock_ref(matched.best_match_node).to_dec_params()
+        loaded, last = self.cache.init_load_back(
+            InitLoadBackParams(
+                best_match_node=matched.best_match_node,
+                host_hit_length=matched.host_hit_length,
+                req=SimpleNamespace(
+                    last_node=matched.last_device_node,
+                    swa_host_hit_length=0,
+                    mamba_host_hit_length=0,
+                    kv=SimpleNamespace(mamba_pool_idx=None),
+                ),
+            )
+        )
+        self.cache.dec_host_lock_ref(matched.best_match_node, pinned)
+        return loaded, last
 
     def _run_prefill(self, batch: list[tuple[Running, int]], workload: Workload) -> list[tuple[Ask, list[int]]]:
         self.counts["prefills"] += 1
@@ -295,7 +343,6 @@ def main() -> None:
                 break
         for ask, output in engine.step(workload):
             workload.answered(ask, output)
-    engine.drain()
     engine.tell_what_it_holds()
     engine.tell("done", engine.counts)
     sys.stdout.buffer.flush()
