@@ -46,6 +46,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     sglang.add_argument("--max-running-requests", type=_integer(1), default=2048)
     sglang.add_argument("--schedule-conservativeness", type=_number(0, above=True), default=1.0)
     sglang.add_argument("--decode-log-interval", type=_integer(1), default=40, help="decode steps between events")
+    sglang.add_argument("--enable-mixed-chunk", action="store_true", help="decoding goes on beside prompts")
+    sglang.add_argument("--prefill-decode-interval", type=_integer(0), default=0, help="decode steps after a prefill")
+    sglang.add_argument("--prefill-decode-interval-min-bs", type=_integer(0), default=0, help="while so many decode")
     sglang.add_argument("--load-publish-port", type=port, default=None, help="ZMQ PUB of its load; 0 takes a free one")
     sglang.add_argument("--eagle", action="store_true", help="keys of the cache are pairs of tokens")
 
@@ -78,6 +81,9 @@ def scheduler_settings(options: argparse.Namespace) -> SchedulerSettings:
             schedule_conservativeness=options.schedule_conservativeness,
             decode_log_interval=options.decode_log_interval,
             eagle=options.eagle,
+            enable_mixed_chunk=options.enable_mixed_chunk,
+            prefill_decode_interval=options.prefill_decode_interval,
+            prefill_decode_interval_min_bs=options.prefill_decode_interval_min_bs,
         )
     return SchedulerSettings(
         block_size=options.block_size,

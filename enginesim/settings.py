@@ -52,6 +52,9 @@ class SglangSettings(SchedulerSettings):
     schedule_conservativeness: float = 1.0
     decode_log_interval: int = 40
     eagle: bool = False
+    enable_mixed_chunk: bool = False
+    prefill_decode_interval: int = 0
+    prefill_decode_interval_min_bs: int = 0
 
     @property
     def longest_request_tokens(self) -> int:
@@ -65,6 +68,9 @@ class SglangSettings(SchedulerSettings):
         for name in ("max_prefill_tokens", "decode_log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("prefill_decode_interval", "prefill_decode_interval_min_bs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
         if not self.schedule_conservativeness > 0:
             raise ValueError(f"schedule_conservativeness must be above 0, not {self.schedule_conservativeness}")
         if self.max_num_batched_tokens % self.block_size:

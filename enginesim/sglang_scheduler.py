@@ -38,6 +38,7 @@ class SglangScheduler(Scheduler):
         self._ratio = self._first_ratio
         self._decode_steps = 0
         self._shut = False  # somebody was turned away, and nobody is tried again before one has left
+        self._decodes_first = 0  # so many decode steps, before anybody is prefilled again
 
     @property
     def has_work(self) -> bool:
@@ -70,15 +71,29 @@ class SglangScheduler(Scheduler):
 
     def schedule(self) -> Batch:
         """A prefill batch if there is anything to prefill and room for it, else a decode step."""
-        chunks = self._prefill_batch()
+        chunks = [] if self._defers_prefill() else self._prefill_batch()
         if chunks:
+            self._decodes_first = self.settings.prefill_decode_interval
             return Batch(tuple(chunks), ())
         retracted = self._make_room_for_decode()
+        return Batch(tuple(self._decode(self.running)), tuple(retracted))
+
+    def _defers_prefill(self) -> bool:
+        if not self._decodes_first:
+            return False
+        # With nobody to decode the loop turns without a step, until it has turned often enough.
+        if len(self.running) < max(1, self.settings.prefill_decode_interval_min_bs):
+            self._decodes_first = 0
+            return False
+        self._decodes_first -= 1
+        return True
+
+    def _decode(self, requests: list[Request]) -> list[Chunk]:
         decodes = []
-        for request in self.running:
+        for request in requests:
             self._own(request, request.computed_tokens + 1)
             decodes.append(self._advance(request, 1))
-        return Batch(tuple(decodes), tuple(retracted))
+        return decodes
 
     def complete(self, batch: Batch) -> tuple[list[Output], list[KvEvent]]:
         """Prompts enter the tree with their result, outputs with their request's end. Events are kept while only
@@ -105,12 +120,13 @@ class SglangScheduler(Scheduler):
 
     def _prefill_batch(self) -> list[Chunk]:
         page, settings = self.settings.block_size, self.settings
-        left, input_left = settings.max_num_batched_tokens, settings.max_prefill_tokens
+        beside = len(self.running) if settings.enable_mixed_chunk else 0
+        left, input_left = settings.max_num_batched_tokens - beside, settings.max_prefill_tokens - beside
         admitted: list[tuple[Request, int]] = []
-        promised = sum(self._still_reserved(request) for request in self.running) * self._ratio
+        promised = sum(self._still_reserved(request) for request in self.running) * self._ratio + beside
         if self._chunked is not None or not self.running:
             self._shut = False
-        if self._chunked is not None:
+        if self._chunked is not None and left > 0:
             request, self._chunked = self._chunked, None
             missing = len(request.token_ids) - request.computed_tokens
             tokens = min(left, missing)
@@ -151,8 +167,10 @@ class SglangScheduler(Scheduler):
             input_left -= padded
             if self._space_tokens - promised <= 0:
                 self._shut = True
-            if is_cut:
-                break
+        if not self.running:
+            # The mark is on the batch that decodes; an empty one is replaced by this one, which has none.
+            self._shut = False
+        decoding = list(self.running)
         chunks = []
         for request, tokens in admitted:
             self._own(request, request.computed_tokens + tokens)
@@ -161,6 +179,9 @@ class SglangScheduler(Scheduler):
                 self._chunked = request
             else:
                 self.running.append(request)
+        if chunks and beside and self._decode_fits(decoding):
+            self._shut = False  # who decodes is in this batch now, and the mark stays behind
+            chunks += self._decode(decoding)
         return chunks
 
     def _admit(self, request: Request, hit_tokens: int) -> None:
@@ -186,7 +207,7 @@ class SglangScheduler(Scheduler):
     def _make_room_for_decode(self) -> list[Request]:
         """Retracts until every running request can have one more token: those with the least output first."""
         retracted: list[Request] = []
-        while len(self.running) > 1 and not self._decode_fits():
+        while len(self.running) > 1 and not self._decode_fits(self.running):
             victim = min(self.running, key=lambda request: (request.output_tokens, -request.prompt_tokens))
             self.running.remove(victim)
             self._release(victim)
@@ -201,9 +222,9 @@ class SglangScheduler(Scheduler):
             self._ratio = min(1.0, generated / (sum(request.max_tokens for request in self.running) + 1))
         return retracted
 
-    def _decode_fits(self) -> bool:
+    def _decode_fits(self, requests: list[Request]) -> bool:
         page = self.settings.block_size
-        needed = sum(page for request in self.running if request.computed_tokens % page == 0)
+        needed = sum(page for request in requests if request.computed_tokens % page == 0)
         return needed <= self._space_tokens
 
     # Memory

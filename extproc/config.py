@@ -173,6 +173,9 @@ class EngineSettings(_Section, frozen=True):
     max_num_seqs: _Positive | None = None
     long_prefill_token_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_model_len: _Positive | None = None
+    enable_mixed_chunk: bool = False
+    prefill_decode_interval: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+    prefill_decode_interval_min_bs: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     device: Literal["gpu-160gib", "gpu-70gib", "gpu", "cpu"] = "gpu-70gib"
 
     def for_engine(self, family: Literal["vllm", "sglang"] = "vllm") -> Settings:
@@ -183,6 +186,9 @@ class EngineSettings(_Section, frozen=True):
         told["max_num_batched_tokens"] = self.max_num_batched_tokens or tokens
         told["max_num_seqs"] = self.max_num_seqs or seqs
         return Settings(**told, family=family, async_scheduling=family == "sglang")
+
+
+_SGLANGS_OWN = ("enable_mixed_chunk", "prefill_decode_interval", "prefill_decode_interval_min_bs")
 
 
 class CacheConfig(_Section, frozen=True):
@@ -482,6 +488,12 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
                 f"at least guard.least, which is {guard.least}: with fewer refusals the guard never judges",
             )
         for index, worker in enumerate(pool.workers):
+            for key in _SGLANGS_OWN:
+                if getattr(worker.settings, key) and worker.cache.rule != "sglang":
+                    yield (
+                        f"pools[{number}].workers[{index}].settings.{key}",
+                        "only SGLang has it: cache.rule must be sglang then, and is vllm",
+                    )
             for key in ("kv_events", "kv_replay"):
                 last = _last_port(getattr(worker, key), worker.data_parallel_ranks or 1)
                 if last > 65535:

@@ -157,6 +157,8 @@ class _Fork:
             self._arrive()
             while len(self._under_way) < depth:
                 step = self._rule(self._queue, self._settings)
+                if step.preempted and self._settings.family == "sglang":
+                    self._lose(step.preempted)
                 if step.empty:
                     break
                 # Composing counts the token that is to come.
@@ -172,6 +174,13 @@ class _Fork:
             for seq in yields:
                 self._emit(seq)
         return None
+
+    def _lose(self, retracted: Sequence[Seq]) -> None:
+        """What is on its way to them is thrown away."""
+        gone = {seq.id for seq in retracted}
+        self._under_way = deque(
+            (seconds, [seq for seq in yields if seq.id not in gone]) for seconds, yields in self._under_way
+        )
 
     def _arrive(self) -> None:
         coming = self._coming

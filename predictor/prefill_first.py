@@ -8,12 +8,13 @@ next one in. Once a newcomer is in, what it has left of its prompt has the steps
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import ceil
 from typing import Any, cast
 
-from predictor.engines.sglang import RESERVED_MOST_TOKENS, ratio_after, ratio_after_retraction, reserved_tokens
+from predictor.engines.sglang import RESERVED_MOST_TOKENS, Intake, ratio_after, ratio_after_retraction
 from predictor.engines.vllm import Queue, Sequence, Settings
 from predictor.prefill_cost import StepCost
 from predictor.run_forward import Budget, RunForward
@@ -26,12 +27,13 @@ _MOST_SPANS = 1000
 _STRETCH_WORK, _ADMITTED_A_SPAN, _LOOKED_AT_A_SPAN = 1, 2, 16
 _ENDLESS = 1 << 60
 _UNTOLD = 1 << 40  # without a `max_tokens` the most stays reserved
+_NEWCOMER = ""  # its tokens cost nothing here: who asks adds that
 
 
 # What changes as a queue is run forward.
 _STATE = (
-    "_cut", "_decoders", "_ends", "_far", "_far_until", "_free", "_near", "_near_until", "_number", "_offered",
-    "_paces", "_phases", "_ratio", "_shut", "_steps", "_unseen", "_waiting", "_waiting_blocks", "clock_s",
+    "_cut", "_decoders", "_decodes_first", "_ends", "_far", "_far_until", "_free", "_near", "_near_until", "_number",
+    "_offered", "_paces", "_phases", "_ratio", "_shut", "_steps", "_unseen", "_waiting", "_waiting_blocks", "clock_s",
     "gated",
 )  # fmt: skip
 
@@ -57,6 +59,17 @@ class Opening:
     free_blocks: int  # that nobody holds and that are promised to nobody
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Of the last of a batch: `tokens` of it are in this one, which leaves room for `spare` more."""
+
+    seq: Sequence
+    tokens: int
+    start_s: float
+    end_s: float
+    spare: int
+
+
 class PrefillFirst:
     """A queue run forward, opening by opening. Starts from the state after the steps that are under way.
 
@@ -64,9 +77,10 @@ class PrefillFirst:
     """
 
     __slots__ = (
-        "_cost", "_cut", "_decoders", "_ends", "_far", "_far_until", "_free", "_lag", "_mark", "_near", "_near_until",
-        "_number", "_offered", "_paces", "_phases", "_ratio", "_settings", "_shut", "_steps",
-        "_unseen", "_waiting", "_waiting_blocks", "_whole", "clock_s", "first_open", "gated", "spans", "work",
+        "_chunk", "_cost", "_cut", "_decoders", "_decodes_first", "_ends", "_far", "_far_until", "_free", "_lag",
+        "_mark", "_near", "_near_until", "_number", "_offered", "_paces", "_phases", "_ratio", "_settings", "_shut",
+        "_states", "_steps", "_unseen", "_waiting", "_waiting_blocks", "_whole", "clock_s", "first_open", "gated",
+        "mixes", "spans", "work",
     )  # fmt: skip
 
     def __init__(self, queue: Queue, settings: Settings, cost: StepCost, ends_at: dict[str, int]) -> None:
@@ -77,8 +91,13 @@ class PrefillFirst:
         self._free = queue.free_blocks
         self._ratio = queue.reserve_ratio
         self._shut = queue.shut
+        self._decodes_first = queue.decodes_first
+        # Decoding goes on between or beside the chunks of one prompt.
+        self.mixes = settings.enable_mixed_chunk or settings.prefill_decode_interval > 0
+        self._chunk: Chunk | None = None
         self._offered = False  # nobody has left since the last opening: whom that did not let in has shut the door
         self._whole = ends_at
+        self._whole[_NEWCOMER] = _ENDLESS
         self._steps = 0  # of decoding
         self.work = 1 + len(queue) // 4  # done so far, in spans
         self.first_open = 0  # all that is listed lets a newcomer in
@@ -89,6 +108,7 @@ class PrefillFirst:
         self._waiting_blocks = 0
         self._paces: list[tuple[float, int]] = []  # when each span began, and the blocks that waited then
         self._mark: dict[str, Any] | None = None  # the state before the first opening
+        self._states: list[dict[str, Any]] = []  # and before each, where a newcomer's course is listed step by step
         for seq in queue.waiting:
             self._wait(seq.copy())
         self._cut: Sequence | None = None
@@ -126,12 +146,22 @@ class PrefillFirst:
     def extend(self) -> None:
         """Lets a batch pass, or a stretch of decoding; there is another opening after that, or not yet."""
         self.work += 1
-        if not self.spans and self._leaves_room():
-            self._set_mark()
+        listed = len(self.spans)
+        if self.mixes or (not listed and self._leaves_room()):
+            state = self._snapshot()
+            if not listed:
+                self._mark = state
+        self._go_on()
+        if self.mixes:
+            self._states += [state] * (len(self.spans) - listed)
+
+    def _go_on(self) -> None:
         self._paces.append((self.clock_s, self._waiting_blocks))
         if not self._decoders:
             self._shut = False
-        if self._cut is not None or self._waiting:
+        if self._is_for_decodes():
+            self._decode(self._decodes_first)
+        elif self._cut is not None or self._waiting:
             if self._shut and self._cut is None:
                 self.gated = True
                 self._decode()
@@ -140,10 +170,21 @@ class PrefillFirst:
                 self._decode()
         elif self._decoders:
             if not self._shut and len(self._decoders) < self._settings.max_num_seqs:
-                self._offer(self.clock_s, self.clock_s, self.chunk_tokens, 0.0)
+                reserved, decoding = self._ratio * self._reserved, len(self._decoders)
+                intake = Intake(self._settings, self._free, reserved, decoding, 1)
+                if intake.room:
+                    self._offer(self.clock_s, self.clock_s, intake.room, intake.space)
             self._decode()
         else:
             self.spans.append(self._opening(self.clock_s, self.clock_s, self.chunk_tokens, _ENDLESS))
+
+    def _is_for_decodes(self) -> bool:
+        """Whether decode steps have to pass before anybody is prefilled, whoever waits."""
+        if not self._decodes_first:
+            return False
+        if len(self._decoders) < max(1, self._settings.prefill_decode_interval_min_bs):
+            self._decodes_first = 0
+        return self._decodes_first > 0
 
     def spend(self, budget: Budget | None) -> bool:
         """Goes a span further if that is allowed."""
@@ -165,16 +206,25 @@ class PrefillFirst:
     def append(self, seq: Sequence, end: int) -> None:
         """One more comes to wait behind all others. What is ahead of it stands as it was listed."""
         if self._mark is not None:
-            for name, value in self._mark.items():
-                setattr(self, name, value.copy() if isinstance(value, list | dict | deque) else value)
-            self.spans = []
+            self._restore(self._mark)
             self._mark = None
         self.work += 1
         self._whole[seq.id] = end
         self._wait(seq.copy())
 
+    def _next_chunk(self, budget: Budget | None) -> Chunk | None:
+        """Of the last in the batch that passes; None if it is a stretch of decoding."""
+        self._chunk, before = None, self.work
+        self._go_on()
+        self.work += 1
+        if budget is not None:
+            budget.left -= self.work - before
+        return self._chunk
+
     def _leaves_room(self) -> bool:
         """Whether a newcomer may find room in the next batch: one that is filled by who waits already has none."""
+        if self.mixes:
+            return True
         if self._shut and self._waiting and self._cut is None:
             return False
         left = self._settings.max_num_batched_tokens - (self._cut.left if self._cut is not None else 0)
@@ -184,11 +234,32 @@ class PrefillFirst:
             left -= seq.left
         return left > 0
 
-    def _set_mark(self) -> None:
-        self._mark = {
-            name: value.copy() if isinstance(value := getattr(self, name), list | dict | deque) else value
-            for name in _STATE
-        }
+    def _snapshot(self) -> dict[str, Any]:
+        return {name: _copied(getattr(self, name)) for name in _STATE}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, _copied(value))
+        self.spans, self._states = [], []
+
+    def through(self, place: int, tokens: int, budget: Budget | None) -> tuple[float, Chunk]:
+        """When a newcomer of so many tokens is let in at this opening, and its last chunk: for who decodes goes on
+        beside it or in between, and comes to its end."""
+        run = copy(self)
+        run._restore(self._states[place])
+        run._wait(Sequence(_NEWCOMER, max(1, tokens), 0, 0, max_output=0))
+        run._offered = True  # nobody else is asked for
+        admitted_s: float | None = None
+        while True:
+            chunk = run._next_chunk(budget)
+            if chunk is not None and chunk.seq.id == _NEWCOMER:
+                admitted_s = chunk.start_s if admitted_s is None else admitted_s
+                if not chunk.seq.prefilling:
+                    return admitted_s, chunk
+                if budget is not None and budget.left <= 0:
+                    budget.cut += 1
+                    rest_s = (chunk.end_s - chunk.start_s) * ceil(chunk.seq.left / chunk.tokens)
+                    return admitted_s, replace(chunk, start_s=chunk.start_s + rest_s, end_s=chunk.end_s + rest_s)
 
     def _wait(self, seq: Sequence) -> None:
         self._waiting.append(seq)
@@ -216,14 +287,12 @@ class PrefillFirst:
         squares = sum((seq.computed + seq.left) ** 2 - seq.computed**2 for seq in rest)
         return steps * self._cost.step_s(tokens // steps, squares // steps, 0)
 
-    def _offer(self, start_s: float, end_s: float, room: int, promised: float) -> None:
+    def _offer(self, start_s: float, end_s: float, room: int, space: float | None) -> None:
+        """`space`: tokens that nobody has and that are promised to nobody, in the moment that a newcomer is tried."""
         if self._offered:
             return
         self._offered = True
-        free = _ENDLESS
-        if self._free is not None:
-            promised += self._ratio * self._reserved
-            free = self._free - int(promised // self._settings.block_size) - 1
+        free = _ENDLESS if space is None else ceil(space / self._settings.block_size) - 1
         self.spans.append(self._opening(start_s, end_s, room, free))
 
     # Who decodes
@@ -288,8 +357,12 @@ class PrefillFirst:
     def _pass(self, steps: int) -> None:
         """So many decode steps."""
         self.clock_s += steps * self._cost.step_s(0, 0, len(self._decoders))
-        self._steps += steps
         self._ratio = ratio_after(self._ratio, steps)
+        self._advance(steps)
+
+    def _advance(self, steps: int) -> None:
+        """All who decode have so many tokens more."""
+        self._steps += steps
         far = self._far_until
         while far and far[0][0] <= self._steps:
             decoder = self._decoders.get(heappop(far)[1])
@@ -328,78 +401,47 @@ class PrefillFirst:
 
     def _prefill(self) -> bool:
         """Lets a batch pass, or as many as one long prompt fills alone; False if there is none."""
-        settings, size, waiting = self._settings, self._settings.block_size, self._waiting
-        left, input_left = settings.max_num_batched_tokens, settings.max_prefill_tokens
+        settings, waiting, decoding = self._settings, self._waiting, len(self._decoders)
+        reserved = self._ratio * self._reserved
+        intake = Intake(settings, self._free, reserved, decoding, settings.max_num_seqs - decoding)
         batch: list[tuple[Sequence, int]] = []
-        promised = self._ratio * self._reserved
         steps = 1
-        if self._cut is not None:
+        if self._cut is not None and intake.left > 0:
             seq, self._cut = self._cut.copy(), None
-            want = min(left, seq.left)
-            steps = max(1, (seq.left - 1) // want)
+            want = intake.goes_on(seq)
+            if want == settings.max_num_batched_tokens and not (self.mixes and decoding):
+                steps = max(1, (seq.left - 1) // want)
+                if self._free is not None:
+                    steps = min(steps, max(1, int(self._free * settings.block_size - reserved) // want))
             batch.append((seq, want))
-            padded = -(-want // size) * size
-            left -= padded
-            input_left -= padded
-            promised += size + (0 if want < seq.left else reserved_tokens(seq.max_output, 0))
-            if self._free is not None:
-                self._free -= self._blocks_for(seq, want * steps)
             self._shut = False
-        shut = False
-        while waiting and left > 0 and input_left > 0:
-            seq = waiting[0]
-            if len(self._decoders) + len(batch) >= settings.max_num_seqs:
-                shut = True
+        while waiting:
+            want = intake.let_in(waiting[0])
+            if not want:
                 break
-            want = seq.left
-            if self._free is not None:
-                hits = max(0, -(-seq.computed // size) - seq.shared_blocks)
-                need = want + reserved_tokens(seq.max_output, seq.generated) + size
-                if need >= (self._free - hits) * size - promised:
-                    shut = True
-                    break
-            padded, is_cut = -(-want // size) * size, False
-            if padded > left:
-                want = padded = left // size * size
-                is_cut = True
-                if not want:
-                    break
-            promised += size + (0 if is_cut else reserved_tokens(seq.max_output, 0))
-            seq = self._next_waiting()
-            batch.append((seq, want))
-            left -= padded
-            input_left -= padded
-            if self._free is not None:
-                self._free -= self._blocks_for(seq, want)
-                if self._free * size - promised <= 0:
-                    shut = True
-                    break
-            if is_cut:
-                break
+            batch.append((self._next_waiting(), want))
         if not batch:
             return False
         self.work += len(batch) // _ADMITTED_A_SPAN
-        self._shut = shut
-        new_tokens = sum(want for _, want in batch)
-        squares = sum((seq.computed + want) ** 2 - seq.computed**2 for seq, want in batch)
-        start_s = self.clock_s
-        first_s = self._cost.step_s(new_tokens, squares, 0)
-        if steps > 1:
-            want = batch[0][1]
-            growth_s = self._cost.step_s(want, squares + 2 * want * want, 0) - first_s
-            self.clock_s += steps * first_s + steps * (steps - 1) / 2 * growth_s
-        else:
-            self.clock_s += first_s
-        slots = len(self._decoders) + len(batch) < settings.max_num_seqs
-        room = left if left >= size and input_left > 0 else 0
-        whole = batch[-1][1] == batch[-1][0].left
-        if whole and not shut and not waiting and slots and room > 0:
-            self._offer(start_s, self.clock_s, room, promised - self._ratio * self._reserved)
+        # The mark is on the batch that decodes; an empty one is replaced by this one, which has none.
+        keeps_mark = decoding > 0
+        self._shut = intake.shut and keeps_mark
+        start_s, room, space = self.clock_s, intake.room, intake.space
+        for seq, want in batch:
+            if self._free is not None:
+                new = self._blocks_for(seq, want * steps)
+                self._free -= new
+                seq.blocks += new
+        beside = self._decodes_beside()
+        self._pass_batch(batch, steps, beside)
+        if room and not waiting and batch[-1][1] == batch[-1][0].left:
+            self._offer(start_s, self.clock_s, room, space)
+        self._offered = self._offered and keeps_mark
+        self._chunk = Chunk(*batch[-1], start_s, self.clock_s, intake.left)
         self._unseen = 0
+        self._retire(self._steps + (0 if beside else self._lag))
         for seq, want in batch:
             done = want * steps
-            if self._free is not None:
-                seq.blocks += self._blocks_for(seq, done)
             if done == seq.left:
                 seq.computed += done
                 seq.generated += 1
@@ -407,21 +449,49 @@ class PrefillFirst:
                 seq.computed += done
             self._join(seq, bool(self._lag))
         self._retire(self._steps)
+        self._decodes_first = settings.prefill_decode_interval
         return True
+
+    def _decodes_beside(self) -> int:
+        """How many go on decoding in the batch that is about to pass: all, or none where there is no page for that."""
+        if not self._settings.enable_mixed_chunk or not self._decoders:
+            return 0
+        growth = self._growth(1) if self._free is not None else 0
+        if self._free is not None and growth > self._free:
+            return 0
+        decoding = len(self._decoders)
+        if self._free is not None:
+            self._free -= growth
+        self._shut = False
+        self._advance(1)
+        return decoding
+
+    def _pass_batch(self, batch: list[tuple[Sequence, int]], steps: int, beside: int) -> None:
+        """The time of so many batches like this, each of whose prompts is further on in the next."""
+        priced = [(seq, want) for seq, want in batch if seq.id != _NEWCOMER]
+        new_tokens = sum(want for _, want in priced)
+        squares = sum((seq.computed + want) ** 2 - seq.computed**2 for seq, want in priced)
+        first_s = self._cost.step_s(new_tokens, squares, beside)
+        if steps > 1:
+            growth_s = self._cost.step_s(new_tokens, squares + 2 * new_tokens * new_tokens, 0) - first_s
+            self.clock_s += steps * first_s + steps * (steps - 1) / 2 * growth_s
+        else:
+            self.clock_s += first_s
 
     def _blocks_for(self, seq: Sequence, tokens: int) -> int:
         return max(0, -(-(seq.computed + tokens) // self._settings.block_size) - seq.blocks - seq.shared_blocks)
 
     # Decode
 
-    def _decode(self) -> None:
-        """Lets decode steps pass until somebody leaves: nobody gets in before."""
+    def _decode(self, most: int = 0) -> None:
+        """Lets decode steps pass until somebody leaves, or so many: nobody gets in before."""
         self.work += _STRETCH_WORK
         if not self._decoders:
             # Whoever waits can never be admitted, and that is not to be believed.
             self._next_waiting()
             return
         steps = max(1, self._next_end - self._steps)
+        steps = min(steps, most) if most else steps
         ratio = None
         if self._free is not None:
             growth = self._growth(steps)
@@ -434,6 +504,7 @@ class PrefillFirst:
                 growth = self._growth(steps)
             self._free -= growth
         self._pass(steps)
+        self._decodes_first = max(0, self._decodes_first - steps)
         self._ratio = self._ratio if ratio is None else ratio
         self._retire(self._steps)
 
@@ -469,6 +540,10 @@ class PrefillFirst:
         )
 
 
+def _copied(value: object) -> object:
+    return value.copy() if isinstance(value, list | dict | deque) else value
+
+
 class PrefillFirstTimeline(Timeline):
     """`Timeline` of such a worker."""
 
@@ -484,10 +559,17 @@ class PrefillFirstTimeline(Timeline):
         return 2 * self._run.work
 
     def admitted_s(self, blocks: int = 0, budget: Budget | None = None) -> float:
-        return self.begins_s + self._opening(blocks, budget).start_s
+        return self.begins_s + self._opening(blocks, budget)[1].start_s
 
     def course(self, tokens: int, blocks: int = 0, budget: Budget | None = None) -> Course:
-        opening, tokens = self._opening(blocks, budget), max(1, tokens)
+        place, opening = self._opening(blocks, budget)
+        tokens = max(1, tokens)
+        if self._run.mixes and place is not None:
+            since_s, chunk = self._run.through(place, tokens, budget)
+            begins_s = self.begins_s
+            return Course(
+                begins_s + since_s, begins_s + chunk.start_s, begins_s + chunk.end_s, chunk.tokens, 0, chunk.spare
+            )
         admitted_s, end_s = self.begins_s + opening.start_s, self.begins_s + opening.end_s
         most, step_s = self._run.chunk_tokens, self._run.step_s
         joins = opening.end_s > opening.start_s
@@ -499,8 +581,9 @@ class PrefillFirstTimeline(Timeline):
         last = tokens - (ceil(tokens / most) - 1) * most
         return Course(admitted_s, end_s + (steps - 1) * step_s, end_s + steps * step_s, last, 0, most - last)
 
-    def _opening(self, blocks: int, budget: Budget | None) -> Opening:
-        """Where a newcomer of so many blocks gets in. Where the budget does not reach so far: when all is prefilled."""
+    def _opening(self, blocks: int, budget: Budget | None) -> tuple[int | None, Opening]:
+        """Where a newcomer of so many blocks gets in. Where the budget does not reach so far: when all is prefilled,
+        which has no place among those listed."""
         run, place = self._run, 0
         while True:
             while place >= len(run.spans):
@@ -508,8 +591,8 @@ class PrefillFirstTimeline(Timeline):
                     if budget is not None:
                         budget.cut += 1
                     begins_s = run.clock_s + run.rest_s(blocks)
-                    return Opening(begins_s, begins_s, run.chunk_tokens, _ENDLESS)
+                    return None, Opening(begins_s, begins_s, run.chunk_tokens, _ENDLESS)
             if run.spans[place].free_blocks >= blocks:
-                return run.spans[place]
+                return place, run.spans[place]
             run.gated = True
             place += 1

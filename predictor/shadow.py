@@ -67,7 +67,12 @@ class _Load:
 class _UnderWay:
     step: Step
     seconds: float  # predicted
-    before: tuple[float, bool, frozenset[str]] = (0.0, False, frozenset())  # of the queue: ratio, shut, unseen
+    before: tuple[float, bool, frozenset[str], int] = (
+        0.0,
+        False,
+        frozenset(),
+        0,
+    )  # what the queue had in SGLang's marks
 
 
 @dataclass(slots=True)
@@ -183,13 +188,10 @@ class Shadow:
     def state(self, now_s: float) -> State:
         self.advance(now_s)
         copies = {id(seq): seq.copy() for seq in self._sequences.values()}
-        queue = Queue(
-            [copies[id(seq)] for seq in self._queue.running],
-            deque(copies[id(seq)] for seq in self._queue.waiting),
-            self._queue.free_blocks,
-            self._queue.reserve_ratio,
-            self._queue.shut,
-            self._queue.unseen,
+        queue = replace(
+            self._queue,
+            running=[copies[id(seq)] for seq in self._queue.running],
+            waiting=deque(copies[id(seq)] for seq in self._queue.waiting),
         )
         steps = [
             Step(
@@ -429,7 +431,7 @@ class Shadow:
                 if seq.id in present:
                     self._move_decodes(seq, -1)
             undo(queue, replace(item.step, decodes=()))
-            queue.reserve_ratio, queue.shut, queue.unseen = item.before
+            queue.reserve_ratio, queue.shut, queue.unseen, queue.decodes_first = item.before
         return True
 
     def _count_decodes(self, steps: int, but: Set[int] = frozenset()) -> None:
@@ -742,7 +744,7 @@ class Shadow:
         depth = depth or (2 if self._settings.async_scheduling else 1)
         queue = self._queue
         while len(self._under_way) < depth:
-            before = queue.reserve_ratio, queue.shut, queue.unseen
+            before = queue.reserve_ratio, queue.shut, queue.unseen, queue.decodes_first
             step = self._rule(self._queue, self._settings, lookup=self._reusable)
             for seq in step.preempted:
                 self._forget_tail(seq)
@@ -847,6 +849,8 @@ class Shadow:
         full = len(queue.running) >= settings.max_num_seqs or len(step.decodes) >= settings.max_num_batched_tokens
         kept_out = queue.shut if self._takes_turns else bool(queue.waiting) and queue.waiting[0] is self._kept_out
         shut = not queue.waiting or full or kept_out
+        if queue.decodes_first and (queue.waiting or any(seq.prefilling for seq in queue.running)):
+            return False
         if not shut or any(item.step.chunks for item in self._under_way):
             return False
         # For who has left, or was preempted since, nothing is computed any more and no space is taken.
@@ -878,6 +882,7 @@ class Shadow:
             if self._takes_turns:
                 self._turns.passed(oldest.step, more)
                 queue.reserve_ratio = ratio_after(queue.reserve_ratio, more)
+                queue.decodes_first = max(0, queue.decodes_first - more)
         self._end_step(self._began_s + oldest.seconds)
 
     def _steps_in_space(self, decodes: ReadOnly[Sequence], steps: int, free_blocks: int) -> int:
@@ -898,10 +903,11 @@ class Shadow:
         self.forced += 1
         self._interval = None
         if self._takes_turns:
-            # It was prefilled while decoding was taken to go on.
+            # It was prefilled while decoding was taken to go on; with mixed chunks it did.
             step = Step(((seq, min(seq.computed, seq.credited), seq.prompt_tokens),), (), 0)
             prefill_s = self._cost.step_s(step.new_tokens, step.squares, 0)
-            self._count_decodes(-int(prefill_s / self._cost.step_s(0, 0, self._turns.decoding)), {id(seq)})
+            if not self._settings.enable_mixed_chunk:
+                self._count_decodes(-int(prefill_s / self._cost.step_s(0, 0, self._turns.decoding)), {id(seq)})
             self._turns.passed(step)
         if any(seq is other for other in self._queue.waiting):
             self._queue.waiting = deque(other for other in self._queue.waiting if other is not seq)

@@ -59,11 +59,12 @@ class Turns:
         self._marks.pop(seq_id, None)
 
     def passed(self, step: Step, times: int = 1) -> None:
-        """So many steps like this one have ended."""
-        if not step.chunks:
+        """So many steps like this one have ended. With mixed chunks one may be of both kinds: it counts as a decode
+        step, with tokens."""
+        if step.decodes or not step.chunks:
             self.decoded(times)
-            return
-        self._prefill_steps += times
+        else:
+            self._prefill_steps += times
         self._new_tokens += times * step.new_tokens
         self._squares += times * step.squares
 

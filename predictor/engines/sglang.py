@@ -48,110 +48,204 @@ def ratio_after_retraction(staying: Iterable[tuple[int, int | None]]) -> float:
     return min(1.0, (generated + _STEPS_AFTER_RETRACTION * count) / (most + 1))
 
 
+class Intake:
+    """Whom one batch of prompts takes in, one after the other (SGLang's PrefillAdder).
+
+    `promised` are the tokens kept free for the outputs of those who decode, `decoding` how many do; `slots` may come in
+    beside them. With `free_blocks` None space is never short. What is taken in is counted here and moved by the caller.
+    """
+
+    __slots__ = ("_input_left", "_size", "_slots", "_space", "left", "shut")
+
+    def __init__(self, settings: Settings, free_blocks: int | None, promised: float, decoding: int, slots: int) -> None:
+        beside = decoding if settings.enable_mixed_chunk else 0  # of the batch, and a token of space each
+        self._size = settings.block_size
+        self._slots = slots
+        self._input_left = settings.max_prefill_tokens - beside
+        self._space = None if free_blocks is None else free_blocks * settings.block_size - promised - beside
+        self.left = settings.max_num_batched_tokens - beside  # tokens of the batch
+        self.shut = False  # somebody was turned away, or would be
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one more can be tried."""
+        return self.left > 0 and self._input_left > 0 and not self.shut
+
+    @property
+    def room(self) -> int:
+        """Tokens, in whole pages, for a prompt that would be tried now."""
+        return self.left // self._size * self._size if self.is_open and self._slots > 0 else 0
+
+    @property
+    def space(self) -> float | None:
+        """Tokens that nobody has and that are promised to nobody."""
+        return self._space
+
+    def goes_on(self, seq: Sequence) -> int:
+        """The tokens that the prompt which was cut before gets: the first of the batch, and nothing keeps it out."""
+        want = min(self.left, seq.left)
+        if self._space is not None and int(self._space) > 0:
+            want = min(want, int(self._space))
+        padded = -(-want // self._size) * self._size
+        self.left -= padded
+        self._input_left -= padded
+        self._slots -= 1
+        if self._space is not None:
+            self._space -= padded + self._size + (0 if want < seq.left else reserved_tokens(seq.max_output, 0))
+        return want
+
+    def let_in(self, seq: Sequence) -> int:
+        """The tokens that one who waited gets; 0 if it is not let in, and nobody behind it."""
+        left, space, size = self.left, self._space, self._size
+        if left <= 0 or self._input_left <= 0 or self.shut:
+            return 0
+        if self._slots <= 0:
+            self.shut = True
+            return 0
+        want = seq.prompt_tokens + seq.generated - seq.computed
+        if space is not None:
+            space -= max(0, -(-seq.computed // size) - seq.shared_blocks) * size
+            if want + reserved_tokens(seq.max_output, seq.generated) + size >= space:
+                self.shut = True
+                return 0
+        padded = -(-want // size) * size
+        is_cut = padded > left
+        if is_cut:
+            want = padded = left // size * size
+            if not want:
+                self.left = 0
+                return 0
+        self.left = left - padded
+        self._input_left -= padded
+        self._slots -= 1
+        if space is not None:
+            self._space = space - (padded + size + (0 if is_cut else reserved_tokens(seq.max_output, 0)))
+            self.shut = self._space <= 0
+        return want
+
+
 def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Lookup | None = None) -> Step:
-    """Composes the next step: a prefill batch if there is one, else a decode step.
+    """Composes the next step: a prefill batch if there is one, else a decode step; with mixed chunks both in one.
 
     Moves `computed` and `generated` to where they are after it. `lookup` is asked for each request whose admission is
     tried. With `newcomers` imagined behind the queue, what could be left to them is the step's `room`. With overlap the
     step may be empty although there is work: the next one is composed when the one under way has ended.
     """
-    step = _prefill(queue, settings, newcomers, lookup)
-    if not step.chunks:
+    step = Step((), (), 0)
+    if not _decodes_first(queue, settings):
+        step = _prefill(queue, settings, newcomers, lookup)
+    if step.chunks:
+        queue.decodes_first = settings.prefill_decode_interval
+    else:
         step = _decode(queue, settings, step.room)
     if settings.async_scheduling:
         queue.unseen = frozenset([seq.id for seq in step.decodes] + [seq.id for seq, _, _ in step.chunks])
     return step
 
 
+def _decodes_first(queue: Queue, settings: Settings) -> bool:
+    """Whether this step is for those who decode, whoever waits to be prefilled (`_should_defer_prefill`)."""
+    if not queue.decodes_first:
+        return False
+    decoding = sum(1 for seq in queue.running if not seq.prefilling)
+    # Where nobody decodes the engine's loop turns so many times in no time, but for the result that it waits for.
+    if decoding < settings.prefill_decode_interval_min_bs or not (decoding or queue.unseen):
+        queue.decodes_first = 0
+        return False
+    queue.decodes_first -= 1
+    return True
+
+
 def _prefill(queue: Queue, settings: Settings, newcomers: int, lookup: Lookup | None) -> Step:
-    size, running, waiting, free = settings.block_size, queue.running, queue.waiting, queue.free_blocks
+    running, waiting, free = queue.running, queue.waiting, queue.free_blocks
     cut = next((seq for seq in running if seq.prefilling), None)
-    decoders = len(running) - (cut is not None)
+    decoders = [seq for seq in running if seq is not cut]
     if cut is not None or not decoders:
         queue.shut = False
     if cut is None and (queue.shut or not (waiting or newcomers)):
         return Step((), (), 0)
-    left, input_left = settings.max_num_batched_tokens, settings.max_prefill_tokens
-    chunks: list[tuple[Sequence, int, int]] = []
     promised = 0.0
     if free is not None:
         promised = queue.reserve_ratio * sum(
-            reserved_tokens(seq.max_output, seq.generated - (seq.id in queue.unseen))
-            for seq in running
-            if seq is not cut
+            reserved_tokens(seq.max_output, seq.generated - (seq.id in queue.unseen)) for seq in decoders
         )
-    if cut is not None:
-        want = min(left, cut.left)
-        if free is not None and (space := free * size - int(promised)) > 0:
-            want = min(want, space)
-        promised += size + (0 if want < cut.left else reserved_tokens(cut.max_output, 0))
-        padded = -(-want // size) * size
-        left -= padded
-        input_left -= padded
-        free = _chunk(cut, want, free, size, chunks)
+    intake = Intake(settings, free, promised, len(decoders), settings.max_num_seqs - len(decoders))
+    chunks: list[tuple[Sequence, int, int]] = []
+    if cut is not None and intake.left > 0:
+        _chunk(cut, intake.goes_on(cut), queue, settings, chunks)
     admitted = 0
-    while waiting and not queue.shut and left > 0 and input_left > 0:
+    while waiting and intake.is_open and not queue.shut:
         seq = waiting[0]
-        if len(running) >= settings.max_num_seqs:
-            queue.shut = True
-            break
         if lookup is not None:
             seq.computed, seq.shared_blocks = lookup(seq)
-        want = seq.left
-        if free is not None:
-            hits = max(0, -(-seq.computed // size) - seq.shared_blocks)
-            need = want + reserved_tokens(seq.max_output, seq.generated) + size
-            if need >= (free - hits) * size - promised:
-                queue.shut = bool(running)
-                break
-        padded, is_cut = -(-want // size) * size, False
-        if padded > left:
-            want = padded = left // size * size
-            is_cut = True
-            if not want:
-                break
-        promised += size + (0 if is_cut else reserved_tokens(seq.max_output, 0))
-        left -= padded
-        input_left -= padded
+        want = intake.let_in(seq)
+        if not want:
+            break
         waiting.popleft()
         running.append(seq)
         admitted += 1
-        free = _chunk(seq, want, free, size, chunks)
-        if free is not None and free * size - promised <= 0:
-            queue.shut = True
-        if is_cut:
-            break
-    queue.free_blocks = free
-    blocked = queue.shut or bool(waiting) or any(seq.prefilling for seq, _, _ in chunks[-1:])
-    is_open = not blocked and len(running) < settings.max_num_seqs and left >= size and input_left > 0
-    return Step(tuple(chunks), (), left // size * size if is_open and (chunks or newcomers) else 0, (), admitted)
+        _chunk(seq, want, queue, settings, chunks)
+    # The mark is on the batch that decodes; an empty one is replaced by this step's, which has none.
+    queue.shut = bool(decoders) and (queue.shut or intake.shut)
+    is_cut = any(seq.prefilling for seq, _, _ in chunks[-1:])
+    room = 0 if waiting or is_cut or not (chunks or newcomers) else intake.room
+    decodes = _beside(decoders, queue, settings) if chunks and settings.enable_mixed_chunk else ()
+    return Step(tuple(chunks), decodes, room, (), admitted)
 
 
-def _chunk(
-    seq: Sequence, want: int, free: int | None, size: int, chunks: list[tuple[Sequence, int, int]]
-) -> int | None:
+def _chunk(seq: Sequence, want: int, queue: Queue, settings: Settings, chunks: list[tuple[Sequence, int, int]]) -> None:
     start = seq.computed
     seq.computed = start + want
     if want == seq.prompt_tokens + seq.generated - start:
         seq.generated += 1
     chunks.append((seq, start, seq.computed))
-    if free is None:
-        return None
-    new = max(0, -(-seq.computed // size) - seq.blocks - seq.shared_blocks)
-    seq.blocks += new
-    return free - new
+    _take(seq, queue, settings.block_size)
+
+
+def _take(seq: Sequence, queue: Queue, size: int) -> None:
+    """The pages for what it has got to."""
+    if queue.free_blocks is not None:
+        new = -(-seq.computed // size) - seq.blocks - seq.shared_blocks
+        if new > 0:
+            seq.blocks += new
+            queue.free_blocks -= new
+
+
+def _beside(decoders: list[Sequence], queue: Queue, settings: Settings) -> tuple[Sequence, ...]:
+    """Those who go on decoding in a batch of prompts: all or, where there is no page for that, none."""
+    going_on = [seq for seq in decoders if not _has_all(seq)]
+    if len(going_on) < len(decoders):
+        queue.shut = False
+    free, size = queue.free_blocks, settings.block_size
+    if not going_on or (free is not None and free < _pages_needed(going_on, size)):
+        return ()
+    queue.shut = False  # they are the batch's now, and the mark stays behind
+    for seq in going_on:
+        _decode_one(seq, queue, size)
+    return tuple(going_on)
+
+
+def _has_all(seq: Sequence) -> bool:
+    """Whether its last token is on its way (overlap): it takes no further part."""
+    return seq.max_output is not None and seq.generated >= seq.max_output
+
+
+def _decode_one(seq: Sequence, queue: Queue, size: int) -> None:
+    seq.computed += 1
+    seq.generated += 1
+    _take(seq, queue, size)
 
 
 def _decode(queue: Queue, settings: Settings, room: int) -> Step:
     size, free = settings.block_size, queue.free_blocks
-    # Whose last token is on its way (overlap) takes no further part.
-    decodes = [seq for seq in queue.running if seq.max_output is None or seq.generated < seq.max_output]
+    decodes = [seq for seq in queue.running if not seq.prefilling and not _has_all(seq)]
     if not decodes:
         queue.shut = False
         return Step((), (), room)
     retracted: list[Sequence] = []
     if free is not None and free < _pages_needed(decodes, size):
-        if len(decodes) < len(queue.running):
+        if len(decodes) < sum(1 for seq in queue.running if not seq.prefilling):
+            queue.shut = False
             return Step((), (), 0)  # what they leave is waited for
         while len(decodes) > 1 and free < _pages_needed(decodes, size):
             victim = min(decodes, key=lambda seq: (seq.generated, -seq.prompt_tokens))
@@ -159,8 +253,11 @@ def _decode(queue: Queue, settings: Settings, room: int) -> Step:
             queue.running.remove(victim)
             free += victim.blocks
             victim.computed = victim.blocks = victim.shared_blocks = 0
+            if victim.id in queue.unseen:
+                victim.generated -= 1  # a token on its way to who was retracted is thrown away
             queue.waiting.append(victim)
             retracted.append(victim)
+        queue.free_blocks = free
         queue.reserve_ratio = ratio_after_retraction(
             (seq.generated - (seq.id in queue.unseen), seq.max_output) for seq in decodes
         )
@@ -168,14 +265,7 @@ def _decode(queue: Queue, settings: Settings, room: int) -> Step:
     else:
         queue.reserve_ratio = ratio_after(queue.reserve_ratio, 1)
     for seq in decodes:
-        seq.computed += 1
-        seq.generated += 1
-        if free is not None:
-            new = -(-seq.computed // size) - seq.blocks - seq.shared_blocks
-            if new > 0:
-                seq.blocks += new
-                free -= new
-    queue.free_blocks = free
+        _decode_one(seq, queue, size)
     return Step((), tuple(decodes), room, tuple(retracted), 0)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from predictor.engines import reuse
@@ -32,6 +32,9 @@ class Settings:
     watermark: float = 0.0  # part of all blocks that an admission must leave free while others run
     family: Literal["vllm", "sglang"] = "vllm"  # whose step rule holds; see `sglang` for what these are called there
     max_prefill_tokens: int = 16_384  # of a batch, SGLang
+    enable_mixed_chunk: bool = False  # SGLang: who decodes goes on beside prompts
+    prefill_decode_interval: int = 0  # SGLang: decode steps after each prefill, before the next; 0 = none
+    prefill_decode_interval_min_bs: int = 0  # SGLang: where fewer decode, nobody waits for them
 
     @property
     def usable_blocks(self) -> int | None:
@@ -105,13 +108,14 @@ class Queue:
     reserve_ratio: float = 0.7  # SGLang: what of the outputs to come is kept free
     shut: bool = False  # SGLang: somebody was turned away, and nobody is tried again before one has left
     unseen: frozenset[str] = frozenset()  # SGLang: whose newest token its scheduler does not know of yet (overlap)
+    decodes_first: int = 0  # SGLang: decode steps before anybody is prefilled again (prefill_decode_interval)
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
 
     def copy(self) -> Queue:
         running, waiting = [seq.copy() for seq in self.running], deque(seq.copy() for seq in self.waiting)
-        return Queue(running, waiting, self.free_blocks, self.reserve_ratio, self.shut, self.unseen)
+        return replace(self, running=running, waiting=waiting)
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,6 +275,8 @@ def observer(
             max_model_len=told.max_model_len,
             async_scheduling=told.async_scheduling,
             family=recording.work.engine,
+            enable_mixed_chunk=told.enable_mixed_chunk,
+            prefill_decode_interval=told.prefill_decode_interval,
         ),
         max_tokens_told=recording.work.engine == "sglang",
         truth=recording.work.costs if true_costs else None,

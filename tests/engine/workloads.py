@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -49,12 +49,14 @@ class Costs:
 class Arrival:
     """One request. Its prompt is a run of pieces `(seed, length)`: so many random tokens drawn from the seed.
 
-    `answer` is the seed of its output, for a later prompt to repeat; None: whatever the engine makes up."""
+    `answer` is the seed of its output, for a later prompt to repeat; None: whatever the engine makes up. `priority`:
+    SGLang's, the higher the sooner."""
 
     at_s: float
     pieces: tuple[tuple[int, int], ...]
     output_tokens: int
     answer: int | None = None
+    priority: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -85,6 +87,11 @@ class EngineSettings:
     long_prefill_token_threshold: int = 0
     max_model_len: int = 310_000
     async_scheduling: bool = False
+    # Of SGLang, by its own names.
+    enable_mixed_chunk: bool = False
+    prefill_decode_interval: int = 0
+    enable_priority_scheduling: bool = False
+    schedule_policy: str = "fcfs"
 
 
 @dataclass(frozen=True)
@@ -250,6 +257,41 @@ def conversations(count: int = 900, per_s: float = 8.0, seed: int = 6) -> Callab
     return build
 
 
+def bursts(
+    page: int = 1, overlap: bool = True, count: int = 400, seed: int = 8, tokens: int = 1280, **rules: Any
+) -> Callable[[], Workload]:
+    """A few small prompts at a time for a small engine, then nothing for long: everything that can be scarce is."""
+
+    def build() -> Workload:
+        rng = np.random.default_rng(seed)
+        arrivals: list[Arrival] = []
+        begin_s = 0.0
+        while len(arrivals) < count:
+            span_s = float(rng.choice([0.0, 0.05, 0.5]))
+            longest, most = int(rng.choice([40, 400])), int(rng.choice([3, 60, 400]))
+            for _ in range(int(rng.integers(1, 15))):
+                at_s, fresh = begin_s + float(rng.uniform(0, 1)) * span_s, 8_000_000 + len(arrivals)
+                prompt = int(rng.integers(1, longest)) if rng.random() < 0.8 else int(rng.integers(300, 700))
+                priority = int(rng.choice([0, 5, 20])) if rng.random() < 0.9 else None
+                arrivals.append(Arrival(at_s, ((fresh, prompt),), int(rng.integers(1, most)), priority=priority))
+            begin_s += 1000.0
+        arrivals.sort(key=lambda arrival: arrival.at_s)
+        if not rules.get("enable_priority_scheduling"):
+            arrivals = [replace(arrival, priority=None) for arrival in arrivals]
+        settings = EngineSettings(
+            num_gpu_blocks=tokens // page + 1,
+            block_size=page,
+            max_num_batched_tokens=96,
+            max_num_seqs=8,
+            max_model_len=1000,
+            async_scheduling=overlap,
+            **rules,
+        )
+        return Workload("", settings, tuple(arrivals[:count]), engine="sglang")
+
+    return build
+
+
 def alone(count: int = 24, seed: int = 7) -> Callable[[], Workload]:
     """Prompts of up to 60K tokens that have the engine to themselves; all but the first few begin as an earlier one."""
 
@@ -268,11 +310,11 @@ def alone(count: int = 24, seed: int = 7) -> Callable[[], Workload]:
 
 
 def on_sglang(
-    build: Callable[[], Workload], overlap: bool = True, max_tokens_told: int | None = None
+    build: Callable[[], Workload], overlap: bool = True, max_tokens_told: int | None = None, **rules: Any
 ) -> Callable[[], Workload]:
     def built() -> Workload:
         work = build()
-        settings = replace(work.settings, async_scheduling=overlap)
+        settings = replace(work.settings, async_scheduling=overlap, **rules)
         return replace(work, engine="sglang", settings=settings, max_tokens_told=max_tokens_told)
 
     return built
@@ -300,6 +342,22 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "sglang storm": on_sglang(storm()),
     "sglang storm, max_tokens 4096": on_sglang(storm(), max_tokens_told=4096),
     "sglang alone, no overlap": on_sglang(alone(), overlap=False),
+    "sglang decodes, mixed": on_sglang(decodes(8192, 256, True), enable_mixed_chunk=True),
+    "sglang trace 1.0, mixed": on_sglang(traced(0.5, 1.0, 400_000, output_scale=0.5), enable_mixed_chunk=True),
+    "sglang trace 1.0, interval": on_sglang(traced(0.5, 1.0, 400_000, output_scale=0.5), prefill_decode_interval=4),
+    "sglang bursts": bursts(),
+    "sglang bursts, no overlap": bursts(overlap=False),
+    "sglang bursts, pages": bursts(page=16),
+    "sglang bursts, pages, no overlap": bursts(page=16, overlap=False),
+    "sglang bursts, mixed": bursts(enable_mixed_chunk=True),
+    "sglang bursts, mixed, no overlap": bursts(overlap=False, enable_mixed_chunk=True),
+    "sglang bursts, mixed, pages": bursts(page=16, enable_mixed_chunk=True),
+    # SGLang ends with an error where decode steps between two chunks of a prompt take the space for the next.
+    "sglang bursts, interval": bursts(tokens=10_000, prefill_decode_interval=3),
+    "sglang bursts, interval, no overlap": bursts(tokens=10_000, overlap=False, prefill_decode_interval=3),
+    "sglang bursts, mixed, interval, pages": bursts(
+        page=16, tokens=10_000, enable_mixed_chunk=True, prefill_decode_interval=2
+    ),
 }
 NAMES = tuple(_WORKLOADS)
 

@@ -601,6 +601,20 @@ def _told(text: str) -> str:
     return ""
 
 
+@pytest.mark.parametrize("setting", ["enable_mixed_chunk: true", "prefill_decode_interval: 2"])
+def test_what_only_sglang_has_is_a_fault_in_a_worker_of_another_rule(setting: str) -> None:
+    worker = "{name: w, endpoint: 'h:1', cache: {rule: %s}, settings: {%s}}"
+    text = f"pools:\n- name: p\n  workers:\n  - {worker}\n"
+    key, _, value = setting.partition(": ")
+    place = f"f.yaml:4: pools[0].workers[0].settings.{key}"
+    assert faults(text % ("vllm", setting)) == [
+        f"{place}: only SGLang has it: cache.rule must be sglang then, and is vllm"
+    ]
+    told = parse_config(text % ("sglang", setting), "f").pools[0].workers[0].settings.for_engine("sglang")
+    assert getattr(told, key) == yaml.safe_load(value)
+    assert faults(text % ("sglang", f"{key}: -1"))[0].startswith(f"{place}: expected")
+
+
 @pytest.mark.parametrize(("granted_s", "hold_s", "longest"), [(0, 0.41, "0.4"), (5, 2.6, "2.5"), (0.5, 0.5, "0.4")])
 def test_a_hold_that_envoy_would_not_wait_for_is_a_fault(granted_s: float, hold_s: float, longest: str) -> None:
     text = "gateway: {max_message_timeout_s: %g}\npools:\n- name: p\n  admission: {hold_s: %g}\n"

@@ -21,6 +21,15 @@ LINES_A_SPAN = 200
 MEASURED = StepCost(0.0, 0.0, 0.005, 30e-6, 37e-12, 50e-6)
 
 
+RULES: list[dict[str, Any]] = [
+    {},
+    {"enable_mixed_chunk": True},
+    {"prefill_decode_interval": 1},
+    {"prefill_decode_interval": 4, "prefill_decode_interval_min_bs": 3},
+    {"enable_mixed_chunk": True, "prefill_decode_interval": 2},
+]
+
+
 @dataclass
 class Shape:
     queue: Queue
@@ -78,6 +87,7 @@ def shapes(draw: st.DrawFn, space: bool) -> Shape:
         num_gpu_blocks=draw(st.integers(300, 1200)) // page if space else None,
         max_num_batched_tokens=draw(st.integers(16 // page, 64 // page)) * page,  # SGLang insists on whole pages
         max_num_seqs=draw(st.integers(1, 8)) if space else 1000,
+        **draw(st.sampled_from(RULES)),
     )
     squared = draw(st.sampled_from([0.0, 1e-6]))
     cost = StepCost(0.0, 0.0, draw(st.sampled_from([0.001, 0.01])), 0.001, squared, draw(st.sampled_from([0.0, 0.002])))

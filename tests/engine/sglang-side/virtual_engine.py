@@ -154,6 +154,9 @@ class VirtualWorker(BaseTpWorker):  # type: ignore[misc]
             spans = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
             chunks = [(int(request.rid), int(start), int(start + tokens)) for request, start, tokens in spans]
             ends = [end for _, _, end in chunks]
+            # Those that decode beside the prompts (mixed chunks) come last.
+            decoding = len(batch.decoding_reqs or ())
+            chunks = chunks[: len(chunks) - decoding]
         else:
             decoding = len(batch.reqs)
             ends = batch.seq_lens.tolist()
@@ -236,6 +239,7 @@ class Arrivals:
                     top_logprobs_num=0,
                     token_ids_logprob=None,
                     stream=True,
+                    priority=self.work.arrivals[number].priority,
                 )
             )
         return requests
@@ -260,6 +264,7 @@ class VirtualScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, server_args: Any, ports: Any, work: Any) -> None:
         self.work = work
+        self.idle_turns = 0
         self.arrivals = Arrivals(work)
         self.recorder = Recorder(len(work.arrivals))
         EventPublisherFactory.register_publisher("recorder", lambda **_: self.recorder)
@@ -290,10 +295,14 @@ class VirtualScheduler(Scheduler):  # type: ignore[misc]
     def process_batch_result(self, batch: Any, result: Any) -> None:
         global clock_s
         clock_s = max(clock_s, result.ends_s)
+        self.idle_turns = 0
         super().process_batch_result(batch, result)
 
     def on_idle(self) -> None:
         super().on_idle()
+        self.idle_turns += 1
+        if (self.waiting_queue or self.chunked_req) and self.idle_turns <= self.prefill_decode_interval:
+            return  # the loop turns so many times for who could decode, and there is nobody
         if self.recorder.open:
             self.arrivals.wait()
         else:
@@ -325,7 +334,10 @@ def scheduler(work: Any, folder: Path) -> VirtualScheduler:
         max_prefill_tokens=MAX_PREFILL_TOKENS,
         max_running_requests=settings.max_num_seqs,
         disable_overlap_schedule=not settings.async_scheduling,
-        schedule_policy="fcfs",
+        schedule_policy=settings.schedule_policy,
+        enable_mixed_chunk=settings.enable_mixed_chunk,
+        prefill_decode_interval=settings.prefill_decode_interval or None,
+        enable_priority_scheduling=settings.enable_priority_scheduling,
         # Outputs in between are of no interest; the first and the last always leave.
         stream_interval=1 << 30,
         kv_events_config=json.dumps({"publisher": "recorder"}),
