@@ -436,7 +436,7 @@ class PrefillFirst:
         self._pass_batch(batch, steps, beside)
         if room and not waiting and batch[-1][1] == batch[-1][0].left:
             self._offer(start_s, self.clock_s, room, space)
-        self._offered = self._offered and keeps_mark
+        self._offered = self._offered and keeps_mark and not beside
         self._chunk = Chunk(*batch[-1], start_s, self.clock_s, intake.left)
         self._unseen = 0
         self._retire(self._steps + (0 if beside else self._lag))

@@ -67,14 +67,14 @@ class Intake:
         self.shut = False  # somebody was turned away, or would be
 
     @property
-    def is_open(self) -> bool:
+    def takes_more(self) -> bool:
         """Whether one more can be tried."""
         return self.left > 0 and self._input_left > 0 and not self.shut
 
     @property
     def room(self) -> int:
         """Tokens, in whole pages, for a prompt that would be tried now."""
-        return self.left // self._size * self._size if self.is_open and self._slots > 0 else 0
+        return self.left // self._size * self._size if self.takes_more and self._slots > 0 else 0
 
     @property
     def space(self) -> float | None:
@@ -174,7 +174,7 @@ def _prefill(queue: Queue, settings: Settings, newcomers: int, lookup: Lookup | 
     if cut is not None and intake.left > 0:
         _chunk(cut, intake.goes_on(cut), queue, settings, chunks)
     admitted = 0
-    while waiting and intake.is_open and not queue.shut:
+    while waiting and intake.takes_more and not queue.shut:
         seq = waiting[0]
         if lookup is not None:
             seq.computed, seq.shared_blocks = lookup(seq)
