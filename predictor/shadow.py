@@ -276,14 +276,16 @@ class Shadow:
         return seq is not None and self._next_hash(seq, self._settings.block_size) == run.first
 
     def _find_missed(self, told: list[tuple[Sequence | None, int]], now_s: float) -> None:
-        """Decodes have got further than the step under way, which prefills, and of which there is no sign.
+        """Decodes have got further than the step under way, which prefills, can explain.
 
-        So there was one more step of decodes before it than was counted.
+        So there were more steps of decodes before it than were counted: whoever it prefills came to the engine later
+        than he was booked.
         """
         step = self._under_way[0].step if len(self._under_way) == 1 else None
         if step is None or step.preempted or not self._stores(step):
             return
         if any(seq is other for seq, _ in told for other, _, _ in step.chunks):
+            self._find_missed_before(step, told)
             return
         missed = max((tokens - self._announced(seq) for seq, tokens in told if seq is not None), default=0)
         if missed <= 0 or missed > _MAX_STEPS_BEHIND:
@@ -299,6 +301,27 @@ class Shadow:
             self._interval.decoding += missed * len(decoding)
         self._seen(now_s)
         self._composes_s = now_s
+
+    def _find_missed_before(self, step: Step, told: list[tuple[Sequence | None, int]]) -> None:
+        """The step under way has ended as well: it moves each decode by one, and no prefill explains more."""
+        decoding = {id(seq) for seq in step.decodes if seq.id in self._sequences}
+        missed = {
+            id(seq): tokens - self._announced(seq) - 1
+            for seq, tokens in told
+            if seq is not None and id(seq) in decoding
+        }
+        if not missed or not 0 < max(missed.values()) <= _MAX_STEPS_BEHIND:
+            return
+        by_all = max(0, min(missed.values()))
+        for seq in step.decodes:
+            if id(seq) in decoding:
+                self._move_decodes(seq, max(by_all, missed.get(id(seq), 0)))
+        interval = self._interval
+        if interval is not None and interval.steps:
+            # Else its beginning was seen, and they were before it.
+            interval.steps += by_all
+            interval.decoding += by_all * len(decoding)
+        self._changed()
 
     def _take_back(self) -> None:
         """The step under way has not begun, or not like this: it is composed anew."""

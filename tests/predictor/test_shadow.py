@@ -12,6 +12,7 @@ from predictor.engines.vllm import Sequence, Settings
 from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
 from predictor.shadow import Shadow
+from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
 
 # 10 ms a step, 1 ms a token, nothing else: a step of 100 tokens takes 0.11 s.
@@ -325,6 +326,35 @@ def test_with_space_for_all_who_wait_everything_stays_cached() -> None:
     shade.book(Sequence("owner", 1440, 0, 9, hashes=range(100, 190)), 0.0)
     assert not shade.crowded
     assert shade.lasting_blocks(np.array(range(100, 180), np.uint64), 80, 1e6) == 80
+
+
+# A prompt that reaches the engine later than it was booked: making tokens of its words takes a while
+
+
+@pytest.mark.parametrize("late_steps", [1, 3])
+def test_decodes_that_got_further_while_a_prompt_was_on_its_way_do_not_move_its_prefill(late_steps: int) -> None:
+    samples: list[StepSample] = []
+    settings = Settings(num_gpu_blocks=1000, max_num_batched_tokens=100)
+    shade = Shadow(settings, PLAIN, samples.append)
+    shade.set_sees_blocks(True)
+    shade.book(Sequence("a", 32, 0, 1000, hashes=range(2)), 0.0)
+    shade.stored([StoredRun(0, None, 1001, 2)], 0.042)
+    shade.first_token("a", 0.042)
+    # It decodes for so many steps of 10 ms that the first of the prompt's completes its next block.
+    decodes = 15 - late_steps
+    booked_s = 0.042 + 0.010 * decodes - 0.001
+    shade.book(Sequence("b", 320, 0, 1000, hashes=range(100, 120)), booked_s)
+    begun_s = 0.042 + 0.010 * 15
+    first_s = begun_s + 0.010 + 0.099
+    shade.stored([StoredRun(50, 1001, 1002, 1), StoredRun(100, None, 1100, 6)], first_s)
+    assert shade.prefill_tokens_ahead() == 320 - 99
+    assert shade.forced == 0
+    # And the steps that follow are timed for what they are: one chunk each.
+    samples.clear()
+    for number in range(2):
+        shade.stored([StoredRun(106 + 6 * number, 1100 + number, 1101 + number, 6)], first_s + 0.109 * (number + 1))
+    assert [(sample.new_tokens, sample.decoding, sample.steps) for sample in samples] == [(99, 1, 1)] * 2
+    assert [sample.duration_s for sample in samples] == pytest.approx([0.109] * 2)
 
 
 # Asynchronous scheduling: a step is composed while the one before it runs
