@@ -70,7 +70,7 @@ class BlockPool:
 
     def can_hold(self, request: Request, tokens: int) -> bool:
         """Whether `request`, which runs already, can grow to `tokens` in all."""
-        return self._blocks_taken(request, tokens, ()) <= self.free_blocks
+        return -(-tokens // self.block_size) - len(request.block_ids) <= len(self._free)
 
     def allocate(self, request: Request, tokens: int, hit: Sequence[int] = ()) -> None:
         """Give `request` the blocks of its hit and new ones up to `tokens`, and register those that `tokens` fill.
@@ -85,7 +85,9 @@ class BlockPool:
         request.registered_blocks += len(hit)
         while len(request.block_ids) * self.block_size < tokens:
             request.block_ids.append(self._take_oldest())
-        self._register(request, tokens // self.block_size)
+        full = tokens // self.block_size
+        if full > request.registered_blocks:
+            self._register(request, full)
 
     def release(self, request: Request) -> None:
         """Take the blocks of `request` back, tail first, so that leaves are evicted before the roots they hang on."""
@@ -145,8 +147,6 @@ class BlockPool:
 
     def _register(self, request: Request, full_blocks: int) -> None:
         first = request.registered_blocks
-        if first >= full_blocks:
-            return
         hashes = request.block_hashes[first:full_blocks]
         for block, block_hash in zip(request.block_ids[first:full_blocks], hashes, strict=True):
             self._hash_of_block[block] = block_hash

@@ -7,6 +7,8 @@ slot holds which token does not matter here: tokens are counted.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +25,8 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)  # by the first page's hash
     locks: int = 0
     used_at: int = 0
+    number: int = 0  # nodes are numbered as they are made
+    listed: bool = False  # among those that may be evicted
 
     def path(self) -> Iterator[Node]:
         """From here up to the node below the root."""
@@ -41,6 +45,10 @@ class RadixTree:
         self.free_tokens = self.total_tokens
         self._root = Node(None, [])
         self._clock = 0
+        self._numbers = itertools.count(1)
+        self._unlocked_pages = 0
+        # Leaves that nobody has locked, by when they were used last, as far as was known when they became so.
+        self._evictable: list[tuple[int, int, Node]] = []
         # The first thing an engine says: its tree was reset.
         self._events: list[KvEvent] = [AllBlocksCleared()]
 
@@ -72,7 +80,7 @@ class RadixTree:
 
     @property
     def evictable_tokens(self) -> int:
-        return self.page_size * sum(len(node.hashes) for node in self._nodes() if not node.locks)
+        return self.page_size * self._unlocked_pages
 
     def page_hashes(self) -> set[int]:
         """What it holds."""
@@ -84,11 +92,16 @@ class RadixTree:
 
     def lock(self, node: Node) -> None:
         for above in node.path():
+            if not above.locks:
+                self._unlocked_pages -= len(above.hashes)
             above.locks += 1
 
     def unlock(self, node: Node) -> None:
         for above in node.path():
             above.locks -= 1
+            if not above.locks:
+                self._unlocked_pages += len(above.hashes)
+        self._may_be_evicted(node)
 
     def depth(self, node: Node) -> int:
         """Pages from the root to the node's end."""
@@ -118,9 +131,11 @@ class RadixTree:
             self.give_back((known - own_from) * self.page_size)
         if known < pages:
             hashes = request.block_hashes[known:pages]
-            added = Node(node, hashes, used_at=self._clock)
+            added = Node(node, hashes, used_at=self._clock, number=next(self._numbers))
             node.children[hashes[0]] = added
             node = added
+            self._unlocked_pages += len(hashes)
+            self._may_be_evicted(node)
             self._say_stored(request, known, pages)
         prompt_pages = max(0, request.prompt_tokens - request.lookahead) // self.page_size
         if 0 < prompt_pages < pages:
@@ -133,6 +148,7 @@ class RadixTree:
             return False
         self.free_tokens = self.total_tokens
         self._root = Node(None, [])
+        self._unlocked_pages, self._evictable = 0, []
         self._events = [AllBlocksCleared()]
         return True
 
@@ -160,7 +176,7 @@ class RadixTree:
     def _split(self, node: Node, pages: int) -> Node:
         """Two nodes of one; the upper one, which has so many pages."""
         assert node.parent is not None
-        upper = Node(node.parent, node.hashes[:pages], locks=node.locks, used_at=node.used_at)
+        upper = Node(node.parent, node.hashes[:pages], {}, node.locks, node.used_at, next(self._numbers))
         node.parent.children[upper.hashes[0]] = upper
         node.hashes = node.hashes[pages:]
         node.parent = upper
@@ -169,17 +185,28 @@ class RadixTree:
 
     def evict(self, tokens: int) -> None:
         """Drops whole leaves, the longest unused first, until so many tokens more are free."""
-        while tokens > 0:
-            leaves = [node for node in self._nodes() if not node.children and not node.locks]
-            if not leaves:
-                return
-            leaf = min(leaves, key=lambda node: node.used_at)
-            assert leaf.parent is not None
-            del leaf.parent.children[leaf.hashes[0]]
+        while tokens > 0 and self._evictable:
+            used_at, _, leaf = heapq.heappop(self._evictable)
+            leaf.listed = False
+            if leaf.children or leaf.locks or leaf.parent is None:
+                continue
+            if used_at != leaf.used_at:
+                self._may_be_evicted(leaf)
+                continue
+            above, leaf.parent = leaf.parent, None
+            del above.children[leaf.hashes[0]]
+            self._unlocked_pages -= len(leaf.hashes)
+            self._may_be_evicted(above)
             freed = len(leaf.hashes) * self.page_size
             self.free_tokens += freed
             tokens -= freed
             self._say_removed(leaf.hashes)
+
+    def _may_be_evicted(self, node: Node) -> None:
+        """Of those that were used at the same time the newest goes first."""
+        if node.parent is not None and not (node.children or node.locks or node.listed):
+            node.listed = True
+            heapq.heappush(self._evictable, (node.used_at, -node.number, node))
 
     def _nodes(self) -> Iterator[Node]:
         waiting = list(self._root.children.values())

@@ -30,6 +30,7 @@ class Request:
     cache_salt: str | None = None
     seed: int = 0
     lookahead: int = 0  # tokens behind a block that are part of its identity
+    ends_by_itself_after: int | None = None  # tokens; what a model's own end of sequence is
 
     prompt_tokens: int = field(init=False)
     phase: Phase = field(init=False, default=Phase.WAITING)

@@ -35,7 +35,7 @@ class Batch:
 class Output:
     """One sampled token, the `position`th of its request from 0.
 
-    `finish_reason` is "length" with the last one: the simulator never stops for another reason.
+    `finish_reason` is "length" with the last one, or "stop" where the request ends by itself.
     """
 
     request: Request
@@ -68,6 +68,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.totals = Totals()
         self._sample = sample
+        self._longest_tokens = settings.longest_request_tokens
 
     @property
     def has_work(self) -> bool:
@@ -151,12 +152,13 @@ class Scheduler:
             request = chunk.request
             if request.phase is Phase.FINISHED or request.computed_tokens < len(request.token_ids):
                 continue
-            request.append(self._sample(request))
+            token = self._sample(request)
+            request.append(token)
             position = request.output_tokens - 1
-            outputs.append(Output(request, request.token_ids[-1], position, self._finish_reason(request)))
-            self.totals.generation_tokens += 1
-            if request.output_tokens == 1:
+            outputs.append(Output(request, token, position, self._finish_reason(request, position + 1)))
+            if not position:
                 self.totals.prompt_tokens += request.prompt_tokens
+        self.totals.generation_tokens += len(outputs)
         done = [output.request for output in outputs if output.finish_reason]
         for request in done:
             self._finish(request)
@@ -205,9 +207,10 @@ class Scheduler:
         request.computed_tokens += tokens
         return chunk
 
-    def _finish_reason(self, request: Request) -> str | None:
-        longest = self.settings.longest_request_tokens
-        full = request.output_tokens >= request.max_tokens or len(request.token_ids) >= longest
+    def _finish_reason(self, request: Request, output_tokens: int) -> str | None:
+        if output_tokens == request.ends_by_itself_after:
+            return "stop"
+        full = output_tokens >= request.max_tokens or len(request.token_ids) >= self._longest_tokens
         return "length" if full else None
 
     def _finish(self, request: Request) -> None:
