@@ -298,6 +298,19 @@ def test_output_ends_where_the_cache_or_the_model_does() -> None:
         add(engine, prompt(30, 0))
 
 
+def test_a_model_that_ends_by_itself_does_so_before_its_limit_and_says_that_it_stopped() -> None:
+    engine = scheduler()
+    request = Request(1, prompt(20, 0), 100, engine.settings.block_size, ends_by_itself_after=3)
+    request.hash_more()
+    engine.add(request)
+    reasons = []
+    while engine.has_work:
+        outputs, _ = engine.complete(engine.schedule())
+        reasons += [output.finish_reason for output in outputs]
+    assert reasons == [None, None, "stop"]
+    assert engine.pool.used_blocks == 0
+
+
 def test_settings_and_requests_that_make_no_sense_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="num_gpu_blocks must be at least 2"):
         SchedulerSettings(num_gpu_blocks=1)
