@@ -99,6 +99,23 @@ async def test_a_body_without_it_goes_on_as_it_came(strict: Strict) -> None:
     assert await strict.bench.metric("headway_bound_fields_total") == before
 
 
+@pytest.mark.parametrize("priority", [b"7", b"-3", b"1e1", b'"high"', b"null", b"[1, 2]"])
+async def test_the_engines_own_priority_reaches_it_as_it_came(strict: Strict, priority: bytes) -> None:
+    rest = b', "messages": ' + json.dumps(chat("hello")["messages"]).encode() + b', "max_tokens": 4}'
+    named = b'{"model": "sim",  "priority" :' + priority
+    await strict.arrives(named + rest, named + rest)
+    decided = await strict.bench.metric("headway_decisions_total")
+    await strict.arrives(named + b", " + FIELD + rest, named + b", " + rest[1:])
+    assert await strict.bench.metric("headway_decisions_total") == decided + 1
+
+
+async def test_a_priority_in_a_header_reaches_the_engine_as_it_came(strict: Strict) -> None:
+    strict.engine.seen.clear()
+    assert (await strict.post(json.dumps(chat("hello")).encode(), x_vllm_priority="-12")).status == 200
+    (seen,) = strict.engine.seen
+    assert seen.headers["x-vllm-priority"] == "-12"
+
+
 async def test_a_compressed_body_is_left_alone_and_counted(strict: Strict) -> None:
     sent, _ = body_of(500)
     packed = gzip.compress(sent)
