@@ -94,6 +94,8 @@ class BodyMode(Enum):
 class Phase(Enum):
     """The parts of an exchange that Envoy sends and waits for an answer to."""
 
+    __hash__ = object.__hash__  # members are looked up for each message, and hashing their names takes Python code
+
     REQUEST_HEADERS = "request_headers"
     REQUEST_BODY = "request_body"
     REQUEST_TRAILERS = "request_trailers"

@@ -11,7 +11,6 @@ import asyncio
 import enum
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -36,8 +35,7 @@ class Estimated(enum.Enum):
     NO_TEMPLATE = "no_template"
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPrompt:
+class ReadPrompt(msgspec.Struct, frozen=True):
     prompt: Prompt
     estimated: Estimated | None  # None: exact
 

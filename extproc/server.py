@@ -118,7 +118,7 @@ class Processor:
                     done += 1
                     match action:
                         case Send(reply):
-                            await answers.write(wire.serialize_response(wire.write(reply)))
+                            await answers.write(wire.encode(reply))
                         case Decide():
                             deciding = self._judge.decide(action, exchange)
                             verdict = await (inbox.unless_ended(deciding) if self._holds else deciding)

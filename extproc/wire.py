@@ -4,6 +4,7 @@ Envoy's messages become the values of `exchange.py`, and replies become Envoy's 
 trusted: once its bytes have parsed, reading it never raises; what makes no sense becomes None. Source: Envoy 1.40.
 """
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
@@ -271,6 +272,71 @@ def _plain(value: Value) -> object:
 
 
 # Us -> Envoy.
+
+
+def encode(reply: Reply) -> bytes:
+    """What `write` and `serialize_response` make of it, in a quarter of the time where each request has such a reply:
+    of a decision, only the metadata differs from those before it."""
+    if type(reply) is Continue and reply.body is None and reply.body_modes is None:
+        metadata: bytes | None = b""
+        if reply.dynamic_metadata:
+            metadata = _texts(reply.dynamic_metadata) if reply.set_headers else None
+        if metadata is not None:
+            return _same(reply.phase, reply.set_headers, reply.remove_headers, reply.clear_route_cache) + metadata
+    return serialize_response(write(reply))
+
+
+@functools.lru_cache(maxsize=1024)
+def _same(
+    phase: Phase, set_headers: tuple[tuple[str, str], ...], remove_headers: tuple[str, ...], clear_route_cache: bool
+) -> bytes:
+    return serialize_response(write(Continue(phase, set_headers, remove_headers, clear_route_cache=clear_route_cache)))
+
+
+# Of protobuf's encoding: the tags of what `dynamic_metadata` is made of, all of them lengths and what they are of.
+_METADATA: Final = bytes((ProcessingResponse.DESCRIPTOR.fields_by_name["dynamic_metadata"].number << 3 | 2,))
+_FIELDS: Final = bytes((Struct.DESCRIPTOR.fields_by_name["fields"].number << 3 | 2,))
+_KEY, _VALUE = b"\x0a", b"\x12"  # of a map's entry
+_TEXT: Final = bytes((Value.DESCRIPTOR.fields_by_name["string_value"].number << 3 | 2,))
+_STRUCT: Final = bytes((Value.DESCRIPTOR.fields_by_name["struct_value"].number << 3 | 2,))
+_SHORT: Final = tuple(bytes((length,)) for length in range(128))
+
+
+def _texts(metadata: Mapping[str, Mapping[str, str | float | bool]]) -> bytes | None:
+    """The field `dynamic_metadata`, if there is nothing but texts in it."""
+    namespaces = []
+    for namespace, values in metadata.items():
+        fields: list[bytes] = []
+        for key, value in values.items():
+            if not isinstance(value, str):
+                return None
+            name, text = _name(key), (value if value.isascii() else _encodable(value)).encode()
+            length = len(text)
+            if length < 64 and len(name) < 56:
+                fields += (_FIELDS, _SHORT[len(name) + length + 4], name)
+                fields += (_VALUE, _SHORT[length + 2], _TEXT, _SHORT[length], text)
+            else:
+                fields.append(_sized(_FIELDS, name + _sized(_VALUE, _sized(_TEXT, text))))
+        struct = _sized(_VALUE, _sized(_STRUCT, b"".join(fields)))
+        namespaces.append(_sized(_FIELDS, _name(namespace) + struct))
+    return _sized(_METADATA, b"".join(namespaces))
+
+
+@functools.lru_cache(maxsize=256)
+def _name(key: str) -> bytes:
+    return _sized(_KEY, key.encode())
+
+
+def _sized(tag: bytes, content: bytes) -> bytes:
+    length = len(content)
+    if length < 128:
+        return tag + _SHORT[length] + content
+    size = bytearray(tag)
+    while length >= 128:
+        size.append(length & 0x7F | 0x80)
+        length >>= 7
+    size.append(length)
+    return bytes(size) + content
 
 
 def write(reply: Reply) -> ProcessingResponse:

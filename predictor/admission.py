@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
+import msgspec
 import numpy as np
 
 from predictor.forecast import Forecast
@@ -61,8 +62,7 @@ class AdmissionPolicy:
     on_reject: OnReject = OnReject.RETRY
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, gc=False):
     """What holds for one request. Seconds; None where nothing does."""
 
     max_queue_wait_s: float | None = None
@@ -80,8 +80,7 @@ class Limits:
         return min(_or_inf(self.max_queue_wait_s), max(0.0, _or_inf(self.max_ttft_s) - own_s))
 
 
-@dataclass(frozen=True, slots=True)
-class Prospect:
+class Prospect(msgspec.Struct, frozen=True, gc=False):
     """One worker as a request would find it. `high` is at the quantile that the pool's risk asks for."""
 
     forecast: Forecast

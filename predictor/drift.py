@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import log, sqrt
 from statistics import median
 
+import msgspec
+
 # So many newest samples, and the least change (a logarithm) that they may find.
 _LOOKS = ((4, 0.22), (8, 0.12), (16, 0.06), (32, 0.03))
 # A median of n is off by 1.25 sigma / sqrt(n); it is looked at after every sample, so that four of these are needed.
@@ -26,8 +28,7 @@ class Change:
     since: int  # the number of the oldest sample that says so
 
 
-@dataclass(frozen=True, slots=True)
-class Off:
+class Off(msgspec.Struct, frozen=True, gc=False):
     """How much longer than predicted something took, as a logarithm; nearer to 0 where timing it is a part of that."""
 
     whole: float
@@ -40,8 +41,7 @@ def off(measured_s: float, predicted_s: float, noise_s: float) -> Off:
     return Off(whole, log((measured_s + noise_s) / (predicted_s + noise_s)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Error:
+class _Error(msgspec.Struct, frozen=True, gc=False):
     off: Off
     number: int
     sample: Sequence[float]

@@ -13,10 +13,11 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import ceil
 
+import msgspec
 import numpy as np
 
 from predictor.admission import (
@@ -105,8 +106,7 @@ class PoolPolicy:
     default_output_tokens: int = 256  # expected of a request, until ends have been seen
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True, gc=False):
     """What a caller wants of a request, and since when."""
 
     ticket_id: str
@@ -154,8 +154,7 @@ class Ticket:
     moved: bool = False  # Envoy sent it to another endpoint than the chosen one
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True):
     ticket: Ticket
     endpoints: tuple[str, ...]  # the chosen one, then whom to fall back to
     forecasts: tuple[Forecast, ...]  # of every worker that was considered
@@ -173,8 +172,7 @@ class NoWorker:
 Decision = Grant | Refusal | NoWorker
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """What the engine reported at the end, where it did. Tokens."""
 
     prompt_tokens: int | None = None
@@ -183,14 +181,12 @@ class Usage:
     cached_seen: bool = False  # not reported, but read from where the request's first stored block begins
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(msgspec.Struct, frozen=True):
     ticket: Ticket
     grade: Grade | None  # None: the request was served elsewhere than predicted for
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     ticket: Ticket
     cache: CacheVerdict | None  # None: there is nothing to judge (no first token, or served elsewhere)
     usage: Usage
@@ -845,7 +841,7 @@ class Fleet:
         if not judged:
             return Ended(ticket, None, usage, learned_from=False)
         if usage.cached_tokens is None and seen_tokens is not None:
-            usage = replace(usage, cached_tokens=seen_tokens, cached_seen=True)
+            usage = msgspec.structs.replace(usage, cached_tokens=seen_tokens, cached_seen=True)
         size = home.cache.block_size(ticket.worker)
         verdict = judge_cache(ticket.forecast.cached_tokens, usage.cached_tokens, size)
         return Ended(ticket, verdict, usage, self._learn(worker, ticket, usage, now_s))

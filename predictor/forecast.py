@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import isclose
+
+import msgspec
 
 from predictor.arrivals import WORK_UNDER_CAP, RecentArrivals
 from predictor.engines.vllm import Settings
@@ -16,8 +17,7 @@ from predictor.timeline import Guess, Timeline
 _NO_WAIT_S = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
+class Forecast(msgspec.Struct, frozen=True, gc=False):
     """One worker's predicted time to first token, counted from when the request reached us; the parts add up to it."""
 
     worker: str

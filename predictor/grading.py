@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+import msgspec
 
 from predictor.forecast import Forecast
 
@@ -17,8 +18,7 @@ class CacheVerdict(enum.Enum):
     UNREPORTED = "unreported"
 
 
-@dataclass(frozen=True, slots=True)
-class Grade:
+class Grade(msgspec.Struct, frozen=True, gc=False):
     """One forecast against its first token. Seconds are counted from when the request reached us."""
 
     predicted_s: float

@@ -16,8 +16,9 @@ import itertools
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import exp, floor
+
+import msgspec
 
 from predictor.memory import ErrorsMemory
 
@@ -42,8 +43,7 @@ _STEP = 0.08
 _TAIL_MIN, _TAIL_MAX = 0.1, 1.6
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(msgspec.Struct, frozen=True, gc=False):
     """Quantiles of (truth - forecast) / `scale_s(forecast)`, one for each of `LEVELS`, ascending."""
 
     scores: tuple[float, ...]
@@ -74,8 +74,7 @@ def scale_s(predicted_s: float) -> float:
 UNKNOWN = Spread((-45.0, -35.0, -30.0, -22.0, -8.0, 0.0, 10.0, 35.0, 50.0, 75.0, 150.0))
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True, gc=False):
     """Forecasts whose errors are alike. What is unlike enough to be kept apart, and no more: each kind must learn."""
 
     waits: bool  # behind other work

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -43,8 +43,7 @@ class HashFamily(NamedTuple):
         return max(0, (tokens - self.lookahead) // self.block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Namespace:
+class Namespace(msgspec.Struct, frozen=True, gc=False):
     """What besides tokens tells two cached blocks apart: the LoRA adapter and the caller's `cache_salt`.
 
     vLLM puts the adapter into every block's hash and the salt into block 0's only; the chain carries it on.
@@ -54,8 +53,7 @@ class Namespace:
     cache_salt: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, eq=False):
     """A prompt as an engine will see it.
 
     `token_count` is exact when `exact`; otherwise it is an estimate from bytes, and `hashes` is empty.
@@ -64,7 +62,7 @@ class Prompt:
 
     token_count: int
     exact: bool
-    hashes: dict[HashFamily, BlockHashes] = field(default_factory=dict)
+    hashes: dict[HashFamily, BlockHashes] = msgspec.field(default_factory=dict)
     tokens: Tokens | None = None  # kept only where somebody records them
 
     @classmethod

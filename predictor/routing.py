@@ -20,6 +20,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from predictor.forecast import Forecast
@@ -68,8 +69,7 @@ class RoutingPolicy:
     fallbacks: int = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     forecast: Forecast
     feasible: bool
     prefilling: int  # prefills booked on the worker and not done
@@ -82,8 +82,7 @@ class Candidate:
     crowded_out: float = 0.0  # requests with a bound that will be refused because of it
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, gc=False):
     """The chosen worker first, then whom to fall back to, best first."""
 
     ranked: tuple[Candidate, ...]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from predictor.engines.sglang import FIRST_RATIO, ratio_after
@@ -453,7 +454,7 @@ class Shadow:
             for seq in item.step.decodes:
                 if seq.id in present:
                     self._move_decodes(seq, -1)
-            undo(queue, replace(item.step, decodes=()))
+            undo(queue, msgspec.structs.replace(item.step, decodes=()))
             queue.reserve_ratio, queue.shut, queue.unseen, queue.decodes_first = item.before
         return True
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class StepSample:
+class StepSample(msgspec.Struct, frozen=True, gc=False):
     """`steps` engine steps that took `duration_s` together: from one observed step end to the next observed one.
 
     An interval that follows idleness begins with the arrival. Steps between the two ends that left no sign are counted,

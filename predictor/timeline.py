@@ -8,8 +8,10 @@ by a search and a closed form, not by a replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil
+
+import msgspec
 
 from predictor.engines.vllm import Sequence, Settings
 from predictor.prefill_cost import StepCost
@@ -21,8 +23,7 @@ _ENOUGH_OF_A_FUTURE = 200
 _SOME_WAIT_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
+class Course(msgspec.Struct, frozen=True, gc=False):
     """How a newcomer goes through. Times are absolute, without what its own tokens cost."""
 
     admitted_s: float
@@ -36,7 +37,7 @@ class Course:
 
     def stretched(self, since_s: float, ratio: float) -> Course:
         """The same, if everything took so many times as long from then on."""
-        return replace(
+        return msgspec.structs.replace(
             self,
             admitted_s=since_s + (self.admitted_s - since_s) * ratio,
             last_s=since_s + (self.last_s - since_s) * ratio,

@@ -13,6 +13,8 @@ from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import msgspec
+
 from predictor.engines import reuse
 from predictor.prompt import BlockHashes
 
@@ -118,8 +120,7 @@ class Queue:
         return replace(self, running=running, waiting=waiting)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """What one step computes, and what it leaves: `room` tokens for a request queued behind all others."""
 
     chunks: tuple[tuple[Sequence, int, int], ...]  # prefill: a sequence, and from which token to which

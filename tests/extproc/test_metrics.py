@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.metrics import Metrics
@@ -38,6 +38,42 @@ def test_every_metric_is_ours_and_says_what_it_is(metrics: Metrics) -> None:
         assert family.documentation
     assert "headway_decisions" in families
     assert "headway_log_lines_dropped" in families
+
+
+def test_what_we_count_ourselves_is_shown_as_the_library_shows_its_own() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    metrics = Metrics(ours)
+    routed = Counter("headway_routed", "Requests routed, by worker and reason", metrics.routed.names, registry=theirs)
+    seconds = Histogram(
+        "headway_decision_seconds",
+        "From the body received to the decision",
+        metrics.decision_seconds.names,
+        buckets=metrics.decision_seconds.bounds,
+        registry=theirs,
+    )
+    for worker in ("a", 'b"', "a", "\\"):
+        metrics.routed.labels("m", worker, "only").inc()
+        routed.labels("m", worker, "only").inc()
+    for value in (0.0, 0.0004, 0.0005, 0.00051, 0.3, 1.0, 1.5, 7.0):
+        metrics.decision_seconds.labels("m").observe(value)
+        seconds.labels("m").observe(value)
+    theirs_page, ours_page = page(theirs), page(ours)
+    for name in ("headway_routed", "headway_decision_seconds"):
+        shown, expected = ours_page[name], theirs_page[name]
+        assert (shown.type, shown.documentation, len(shown.samples)) == (
+            expected.type,
+            expected.documentation,
+            len(expected.samples),
+        )
+        for one, other in zip(shown.samples, expected.samples, strict=True):
+            assert (one.name, one.labels) == (other.name, other.labels)
+            assert one.value == other.value or one.name.endswith("_created")
+        assert f"{name}_created" in ours_page or any(s.name.endswith("_created") for s in shown.samples)
+
+
+def test_a_label_that_is_missing_is_a_fault_of_ours(metrics: Metrics) -> None:
+    with pytest.raises(ValueError, match="routed"):
+        metrics.routed.labels("m")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from extproc import judge as judge_module
 from extproc import replies, wire
 from extproc import server as server_module
+from extproc.exchange import Reply
 from extproc.ledger import USAGE_NAMESPACE
 from extproc.pb.ext_proc_pb2 import ProcessingResponse
 from extproc.server import HEALTH_NAMES
@@ -124,14 +125,14 @@ def broken(*args: object, **fields: object) -> Any:
     raise Bug("on purpose")
 
 
-def broken_write(reply: object) -> ProcessingResponse:
+def broken_encode(reply: Reply) -> bytes:
     """Only the routing reply: the first one is needed to get there."""
     if getattr(reply, "set_headers", ()):
         raise Bug("on purpose")
-    return WRITE(reply)  # type: ignore[arg-type]
+    return ENCODE(reply)
 
 
-WRITE = wire.write
+ENCODE = wire.encode
 BREAKS: dict[str, Callable[[Filter, pytest.MonkeyPatch], None]] = {
     "parse": lambda filter_, patch: patch.setattr(wire, "parse_request", broken),
     "read": lambda filter_, patch: patch.setattr(wire, "read", broken),
@@ -142,7 +143,7 @@ BREAKS: dict[str, Callable[[Filter, pytest.MonkeyPatch], None]] = {
     "place": lambda filter_, patch: patch.setattr(filter_.fleet, "place", broken),
     "report": lambda filter_, patch: patch.setattr(filter_.judge, "_report", broken),
     "reply": lambda filter_, patch: patch.setattr(replies, "route", broken),
-    "write": lambda filter_, patch: patch.setattr(wire, "write", broken_write),
+    "write": lambda filter_, patch: patch.setattr(wire, "encode", broken_encode),
     "serialize": lambda filter_, patch: patch.setattr(filter_.judge, "_log", SimpleNamespace(later=broken)),
     "first token": lambda filter_, patch: patch.setattr(filter_.fleet, "first_token", broken),
     "grade": lambda filter_, patch: patch.setattr(filter_.metrics, "grade", broken),

@@ -69,6 +69,18 @@ def test_any_reply_means_the_same_to_both_implementations(
     assert_same(wire.write(reply), envoy_messages)
 
 
+ANY_NAMES = NAMES | TEXTS | st.integers(0, 300).map("n".__mul__)
+ANY_TEXTS = st.text(max_size=20) | st.integers(0, 40_000).map("x".__mul__)
+MORE_METADATA = st.dictionaries(ANY_NAMES, st.dictionaries(ANY_NAMES, ANY_TEXTS, max_size=3), max_size=2)
+MORE_REPLIES = REPLIES | st.builds(Continue, st.sampled_from(Phase), PAIRS, dynamic_metadata=MORE_METADATA)
+
+
+@settings(deadline=None)
+@given(reply=MORE_REPLIES)
+def test_any_reply_is_encoded_as_it_is_written(reply: Continue | Refuse) -> None:
+    assert ProcessingResponse.FromString(wire.encode(reply)) == wire.write(reply)
+
+
 @settings(deadline=None)
 @given(data=st.data())
 def test_whatever_parses_as_a_request_can_be_read(data: st.DataObject) -> None:

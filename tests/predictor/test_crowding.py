@@ -1,7 +1,6 @@
 """How many requests with a bound a placement crowds out, and who waits longer so that it does not."""
 
-from dataclasses import replace
-
+import msgspec
 import numpy as np
 import pytest
 
@@ -54,7 +53,7 @@ def test_a_bound_on_the_first_token_leaves_its_own_prefill_less_to_wait() -> Non
 
 def test_one_without_a_bound_waits_longer_elsewhere_up_to_what_a_refusal_is_worth() -> None:
     short, long = candidate("short", 8.0), candidate("long", 40.0)
-    crowded = replace(short, crowded_out=1.0)
+    crowded = msgspec.structs.replace(short, crowded_out=1.0)
     rng = np.random.default_rng(1)
     policy = RoutingPolicy(refusal_s=60.0)
     for candidates, prefer, winner in (
