@@ -111,6 +111,8 @@ class RequestReader:
 def _as_utf8(body: bytes) -> bytes:
     """JSON in the encoding that our parser knows. Engines take a byte order mark, UTF-16 and UTF-32 as well: Python's
     `json.loads`, by which FastAPI reads requests for vLLM 0.32 and SGLang 0.5, tells them by the first four bytes."""
+    if body[:1] == b"{" and body[1:2] > b"\0":
+        return body
     encoding = json.detect_encoding(body)
     if encoding == "utf-8":
         return body

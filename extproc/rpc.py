@@ -153,13 +153,13 @@ class Call(Stream):
     def run(self, handler: Handler, tasks: set[asyncio.Task[None]]) -> None:
         task = self._task = asyncio.get_running_loop().create_task(self._run(handler))
         tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        task.add_done_callback(self._over)
 
-    def _over(self, task: asyncio.Task[None]) -> None:
-        """A task that was cancelled holds its frames, and they the call: all of it would wait for the collector."""
-        del task
-        self._task = None
+        def over(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            # A task that was cancelled holds its frames, and they the call: all of it would wait for the collector.
+            self._task = None
+
+        task.add_done_callback(over)
 
     async def _run(self, handler: Handler) -> None:
         try:

@@ -754,6 +754,8 @@ class CacheIndex:
 
         First the run on its device; from there on blocks of its other tiers and of stores that it reads.
         """
+        if not self._bits:
+            return dict.fromkeys(self._views, TieredRun(0))  # nobody has ever held anything
         lookup = _Lookup(self._holders, np.asarray(hashes, np.uint64))
         ends = self._device_ends(lookup)
         runs = {}

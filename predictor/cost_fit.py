@@ -179,18 +179,23 @@ class Fit:
         much: that attention grows with the square is known, only the factor is not. Every set of columns is tried,
         those of one size at once.
         """
+        wanted = np.array(columns)
+        normal, right = self._normal[wanted[:, None], wanted], self._right[wanted]
+        inside, pairs, outside, begins = _column_sets(len(columns))
+        # Who is not in a set is an equation of its own, with nothing on its right side: all sets have one size.
+        sides = right * inside
+        matrices = normal * pairs
+        parts = np.linalg.solve(matrices + outside, sides[:, :, None])[:, :, 0]
+        products = (matrices @ parts[:, :, None])[:, :, 0]
+        losses = self._total + (parts * (products - 2 * sides)).sum(axis=1)
+        losses[(parts < 0).any(axis=1)] = np.inf
         best, best_score = np.zeros(len(self._scale)), np.inf
-        for size in range(1, len(columns) + 1):
-            sets = np.array(columns)[_column_sets(len(columns), size)]
-            matrices, sides = self._normal[sets[:, :, None], sets[:, None, :]], self._right[sets]
-            parts = np.linalg.solve(matrices + _ridge(size), sides[:, :, None])[:, :, 0]
-            losses = self._total - 2 * (parts * sides).sum(axis=1) + np.einsum("si,sij,sj->s", parts, matrices, parts)
-            losses[(parts < 0).any(axis=1)] = np.inf
-            winner = int(losses.argmin())
+        for size, (begin, end) in enumerate(itertools.pairwise(begins), start=1):
+            winner = begin + int(losses[begin:end].argmin())
             score = self._score(float(losses[winner]), size)
             if score < best_score:
                 best, best_score = np.zeros(len(self._scale)), score
-                best[sets[winner]] = parts[winner]
+                best[wanted] = parts[winner]
         return best / self._scale
 
     def score(self, coefficients: Array) -> float:
@@ -259,5 +264,12 @@ def _median(values: Array) -> float:
 
 
 @functools.cache
-def _column_sets(columns: int, size: int) -> npt.NDArray[np.intp]:
-    return np.array(list(itertools.combinations(range(columns), size)))
+def _column_sets(columns: int) -> tuple[Array, Array, Array, list[int]]:
+    """All sets of so many columns, the small ones first: who is inside, and both of which pairs; what is added to each
+    diagonal, and where the sets of each size begin."""
+    sets = [chosen for size in range(1, columns + 1) for chosen in itertools.combinations(range(columns), size)]
+    inside = np.array([[float(column in chosen) for column in range(columns)] for chosen in sets])
+    outside = np.stack([np.diag(1.0 - row) + _RIDGE * np.diag(row) for row in inside])
+    sizes = [len(chosen) for chosen in sets]
+    begins = [sizes.index(size) for size in range(1, columns + 1)]
+    return inside, inside[:, :, None] * inside[:, None, :], outside, [*begins, len(sets)]

@@ -51,6 +51,8 @@ _Place = tuple[object, object, object]
 class Tier(enum.Enum):
     """Where blocks are kept. Anything but the engine's own device costs time to load."""
 
+    __hash__ = object.__hash__  # by name takes Python code, and decisions look tiers up
+
     DEVICE = "device"
     HOST = "host"
     STORAGE = "storage"

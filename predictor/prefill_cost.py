@@ -18,7 +18,7 @@ one direction: unless the fit finds a shape that explains them, everything older
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, exp, log
 
@@ -413,7 +413,12 @@ class PrefillCost:
             # Of few lengths the square alone may seem to explain everything, and then a giant takes hours.
             columns.remove(SQUARES)
             found = fit.chosen(columns)
-        return _bend(fit, found, columns) if len(seconds) >= _BEND_MIN_SAMPLES else (found, 0)
+        if len(seconds) < _BEND_MIN_SAMPLES:
+            return found, 0
+        bends: Iterable[int] = range(len(BENDS))
+        if SQUARES in columns:
+            bends = np.flatnonzero((features[:, _BENT:] != features[:, [SQUARES]]).any(axis=0)).tolist()
+        return _bend(fit, found, columns, bends)
 
 
 def _step_beside_rate_s(steps: Array, tokens: Array, seconds: Array) -> float:
@@ -427,6 +432,7 @@ def _step_beside_rate_s(steps: Array, tokens: Array, seconds: Array) -> float:
     return max(0.0, float(step_s))
 
 
+_BENT = FEATURES - len(BENDS)  # the first of their columns
 _COLLINEAR = 100.0
 _NO_BENDS = (0.0,) * len(BENDS)
 # Grades are off for many reasons; this much in one direction, four times in a row, has one.
@@ -436,13 +442,15 @@ _CHANGE_GAIN = 0.8  # what must be left of the misfit at most
 _SETTLED = 4
 
 
-def _bend(fit: Fit, plain: Array, columns: list[int]) -> tuple[Array, int]:
+def _bend(fit: Fit, plain: Array, columns: list[int], bends: Iterable[int]) -> tuple[Array, int]:
+    """`bends` are those that make a difference: where no sample goes beyond one, it explains what the squares do."""
     best, best_score, bend = plain, fit.score(plain) - _BEND_GAIN, 0
-    for column, tokens in enumerate(BENDS, start=FEATURES - len(BENDS)):
+    for place in bends:
+        column = _BENT + place
         found = fit.least([*columns, column], plain)
         score = fit.score(found)
         if score < best_score and found[column] > 0 and found[TOKENS] > 0:
-            best, best_score, bend = found, score, tokens
+            best, best_score, bend = found, score, BENDS[place]
     return best, bend
 
 

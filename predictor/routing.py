@@ -49,6 +49,8 @@ class Why(enum.Enum):
 class Prefer(enum.Enum):
     """What counts beside the caller's own time."""
 
+    __hash__ = object.__hash__
+
     LATENCY = "latency"  # nothing
     BALANCED = "balanced"  # others as much as the caller, in a pool that is busy
     CACHE = "cache"  # work that need not be done: conversations stay where they are
@@ -157,7 +159,7 @@ def _draw(race: Sequence[tuple[float, Candidate]], rng: np.random.Generator) -> 
     best_s = race[0][0]
     limit_s = best_s + max(_TIE_S, _TIE_RATIO * abs(best_s))
     ties = [candidate for cost, candidate in race if cost <= limit_s]
-    return ties[int(rng.integers(len(ties)))]
+    return ties[int(rng.integers(len(ties)))] if len(ties) > 1 else ties[0]
 
 
 def _reason(winner: Candidate, race: Sequence[Candidate]) -> Why:
