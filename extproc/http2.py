@@ -185,6 +185,8 @@ class Connection(asyncio.Protocol):
     def _take_in(self, data: bytes) -> None:
         try:
             self._rest = data[self._frames(data) :]
+            # Whoever was woken by them runs before it: their answers leave in the same turn.
+            self._flush_soon()
         except ConnectionFault as fault:
             self._on_fault("protocol")
             self._fail(fault)
@@ -274,6 +276,9 @@ class Connection(asyncio.Protocol):
         self._out += pieces
         for piece in pieces:
             self._pending += len(piece)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)

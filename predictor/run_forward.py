@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from heapq import heappop, heappush
 from math import ceil
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -136,6 +137,7 @@ _NUMBERS = (
     "gated",
 )  # fmt: skip
 _COLLECTIONS = ("_ends", "_gone", "_phases", "_stack", "_waiting")
+_numbers_of, _collections_of = attrgetter(*_NUMBERS), attrgetter(*_COLLECTIONS)
 
 
 class RunForward:
@@ -194,7 +196,7 @@ class RunForward:
         self._tokens = 0  # still to be prefilled
         self._waiting_blocks = 0
         self._wanted = 0  # tokens that all who wait would take in one step
-        self._mark: dict[str, Any] | None = None
+        self._mark: tuple[tuple[Any, ...], list[Any], list[_Late]] | None = None
         for late in self._late:
             left = late.prompt_tokens + late.generated - late.computed
             if left > 1 or not late.generated:
@@ -604,14 +606,16 @@ class RunForward:
             prompt_tokens, _, generated, shared, _, _ = waiting[-1]
             if self._gate and -(-(prompt_tokens + generated) // self._size) - shared > self._free:
                 return
-        mark = {name: getattr(self, name) for name in _NUMBERS}
-        mark |= {name: getattr(self, name).copy() for name in _COLLECTIONS}
-        self._mark = mark | {"_late": [late.copy() for late in self._late]}
+        collections = [collection.copy() for collection in _collections_of(self)]
+        self._mark = _numbers_of(self), collections, [late.copy() for late in self._late]
 
     def _back_to_mark(self) -> None:
         """What was listed since the mark holds no more."""
         assert self._mark is not None
-        for name, value in self._mark.items():
+        numbers, collections, self._late = self._mark
+        for name, value in zip(_NUMBERS, numbers, strict=True):
+            setattr(self, name, value)
+        for name, value in zip(_COLLECTIONS, collections, strict=True):
             setattr(self, name, value)
         self._mark = None
         del self.spans[self.first_open :]
