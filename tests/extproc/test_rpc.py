@@ -689,6 +689,20 @@ class Pipe:
         return 0
 
 
+async def test_an_answer_leaves_in_the_turn_in_which_it_is_made() -> None:
+    connection = Site().server._connect()
+    pipe: Any = Pipe()
+    connection.connection_made(pipe)
+    connection.data_received(http2.PREFACE + raw_frame(http2.SETTINGS, 0, 0, b""))
+    await asyncio.sleep(0)
+    opened = raw_frame(http2.HEADERS, http2.END_HEADERS, 1, hpack.Encoder().encode(HEADERS))
+    for message, before in ((b"first", opened), (b"second", b"")):
+        connection.data_received(before + raw_frame(http2.DATA, 0, 1, framed(message)))
+        await asyncio.sleep(0)
+        assert framed(message) in pipe.written
+    connection.connection_lost(None)
+
+
 FRAMES = st.builds(
     raw_frame,
     st.integers(0, 11),

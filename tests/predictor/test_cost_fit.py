@@ -1,5 +1,7 @@
 """The fit through timed work: no negative coefficient, relative errors, outliers held down, bounded rows."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -79,6 +81,32 @@ def test_a_column_that_explains_only_noise_is_left_out_and_one_that_explains_mor
     found = fit(features, values).chosen([0, 1, 2])
     assert found[1] == pytest.approx(2.0, abs=0.1)
     assert found[2] == 0.0
+
+
+@given(seed=st.integers(0, 2**32 - 1), columns=st.integers(1, 5), rows=st.integers(3, 40))
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_no_other_set_of_columns_would_have_been_better(seed: int, columns: int, rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    features = rng.random((rows, columns))
+    values = np.maximum(features @ rng.normal(0.5, 1.0, columns) + rng.normal(0.0, 0.1, rows), 0.01)
+    fitted = fit(features, values)
+    found = fitted.chosen(list(range(columns)))
+    for size in range(1, columns + 1):
+        for others in itertools.combinations(range(columns), size):
+            assert fitted.score(found) <= fitted.score(fitted.least(list(others))) + 1e-6 * rows
+
+
+@given(seed=st.integers(0, 2**32 - 1), columns=st.integers(2, 5), rows=st.integers(3, 40))
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_a_column_that_stands_there_once_more_explains_nothing_more(seed: int, columns: int, rows: int) -> None:
+    # As the bends of an attention do, where no sample goes beyond them.
+    rng = np.random.default_rng(seed)
+    features = rng.random((rows, columns))
+    features = np.column_stack([features, features[:, -1]])
+    values = np.maximum(features @ rng.normal(0.5, 1.0, columns + 1) + rng.normal(0.0, 0.1, rows), 0.01)
+    fitted = fit(features, values)
+    plain = fitted.chosen(list(range(columns)))
+    assert fitted.score(fitted.least(list(range(columns + 1)), plain)) >= fitted.score(plain) - 1e-6 * rows
 
 
 def test_errors_count_by_their_part_of_the_whole() -> None:
