@@ -275,8 +275,8 @@ class PrefillCost:
         found = self._grade_drift.found()
         if found is None or abs(found.level) < _GRADE_DRIFT:
             return False
+        self._changed()  # first: what it forgets would be measured anew by each fit
         self._rescale(found, prefills=True, decodes=True)
-        self._changed()
         return True
 
     def _take(
