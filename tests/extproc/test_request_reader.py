@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from extproc.request_reader import Cut, RequestReader, UndecodableBody
 from extproc.session import MAX_BODY_BYTES, Decide
 
 BODY = b'{"model":"m","stream":true,"max_tokens":9,"messages":[{"role":"user","content":"hi"}]}'
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0  # of what is not about deadlines: a busy machine may take its time
 # What the filter promises is 20 ms; the rest is for a machine that others use as well.
 STALL_S = 0.06
 
@@ -211,13 +212,22 @@ async def test_a_fault_in_a_thread_that_nobody_waits_for_is_not_shouted_about(mo
 
 
 async def longest_stall_s(work: asyncio.Task[Any]) -> float:
-    """How long the event loop was away at most while the work was done."""
-    worst_s, last_s = 0.0, time.perf_counter()
+    """How long the event loop was away at most while the work was done, but for when its thread had no processor."""
+    worst_s, last_s = 0.0, time.perf_counter() - kept_waiting_s()
     while not work.done():
         await asyncio.sleep(0.001)
-        now_s = time.perf_counter()
+        now_s = time.perf_counter() - kept_waiting_s()
         worst_s, last_s = max(worst_s, now_s - last_s), now_s
     return worst_s
+
+
+def kept_waiting_s() -> float:
+    """How long this thread was ready to run so far, and others had the processors; where Linux says so."""
+    try:
+        told = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text()
+    except OSError:
+        return 0.0
+    return int(told.split()[1]) / 1e9
 
 
 def shallow(size: int) -> bytes:
