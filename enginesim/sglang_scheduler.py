@@ -106,7 +106,7 @@ class SglangScheduler(Scheduler):
         if not prefill:
             self._decode_steps += 1
         if not prefill and not batch.preempted:
-            step = self._first_ratio * (1 - _RATIO_AT_LAST) / _RATIO_STEPS
+            step = (self._first_ratio - self._first_ratio * _RATIO_AT_LAST) / _RATIO_STEPS
             self._ratio = max(self._first_ratio * _RATIO_AT_LAST, self._ratio - step)
         due = prefill or self._decode_steps % self.settings.decode_log_interval == 0 or not self.has_work
         return outputs, self._drain() if due else []

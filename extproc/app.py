@@ -67,6 +67,7 @@ class _Engine:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     probe: Probe | None = None
     draining: bool = False
+    not_followed: tuple[str, ...] = ()
 
     def contact(self, up: bool) -> None:
         """A feed has found its engine, or lost it: either way its pages have news."""
@@ -279,7 +280,8 @@ class App:
         engine.tasks.append(self._keep_running("kv_feed", feed.run))
 
     def _engine_about(self, engine: _Engine, about: About) -> None:
-        """How many ranks it has, and where their events are: what the config leaves open is taken from the engine."""
+        """How many ranks it has, and where their events are: what the config leaves open is taken from the engine. And
+        whether its waits can be foreseen."""
         config = engine.config
         if config.data_parallel_ranks is None and None in engine.names and (about.ranks or 1) > 1:
             self._log("engine_ranks", worker=config.name, ranks=about.ranks)
@@ -289,6 +291,9 @@ class App:
                 self._ledger.given_up(self._fleet.leave(name), "ranks")
             self._join(engine.pool, config, about.ranks)
             engine = self._engines[config.name]
+        if about.not_followed != engine.not_followed:
+            engine.not_followed = about.not_followed
+            self._log("engine_settings_not_followed", worker=config.name, settings=about.not_followed)
         for rank, name in engine.names.items():
             events = about.events.get(rank or 0)
             if events is not None and name not in engine.feeds:

@@ -173,6 +173,7 @@ class EngineSettings(_Section, frozen=True):
     max_num_seqs: _Positive | None = None
     long_prefill_token_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_model_len: _Positive | None = None
+    schedule_conservativeness: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     enable_mixed_chunk: bool = False
     prefill_decode_interval: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     prefill_decode_interval_min_bs: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
@@ -188,7 +189,9 @@ class EngineSettings(_Section, frozen=True):
         return Settings(**told, family=family, async_scheduling=family == "sglang")
 
 
-_SGLANGS_OWN = ("enable_mixed_chunk", "prefill_decode_interval", "prefill_decode_interval_min_bs")
+_SGLANGS_OWN = (
+    "schedule_conservativeness", "enable_mixed_chunk", "prefill_decode_interval", "prefill_decode_interval_min_bs",
+)  # fmt: skip
 
 
 class CacheConfig(_Section, frozen=True):
@@ -489,7 +492,7 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
             )
         for index, worker in enumerate(pool.workers):
             for key in _SGLANGS_OWN:
-                if getattr(worker.settings, key) and worker.cache.rule != "sglang":
+                if getattr(worker.settings, key) != getattr(_DEFAULTS, key) and worker.cache.rule != "sglang":
                     yield (
                         f"pools[{number}].workers[{index}].settings.{key}",
                         "only SGLang has it: cache.rule must be sglang then, and is vllm",

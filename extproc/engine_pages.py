@@ -8,7 +8,7 @@ sense, is not known: numbers are bounded, and nothing here raises.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -17,6 +17,7 @@ from predictor.prompt import MAX_BLOCK_SIZE
 
 # More than any engine has; what is beyond is no number to reckon with.
 _MOST_REQUESTS, _MOST_TOKENS, _MOST_RANKS = 1_000_000, 1_000_000_000, 1024
+_MOST_CONSERVATIVE = 1000.0
 _MOST_EVER = 1 << 60  # of a counter
 _PREFILLED_AT = 9  # total_prefill_uncached_tokens, in a LoadStat
 _LINE = re.compile(
@@ -54,10 +55,11 @@ class About:
     version: str | None = None
     life: str | None = None  # what no other incarnation has
     ranks: int | None = None
-    settings: Mapping[str, int | str] = field(default_factory=dict)
+    settings: Mapping[str, int | float | str] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     events: Mapping[int, Events] = field(default_factory=dict)
     loads: Mapping[int, str] = field(default_factory=dict)  # where each rank publishes its load, likewise
+    not_followed: tuple[str, ...] = ()  # its settings by which it schedules otherwise than its queue is replayed
 
 
 def read_vllm_metrics(text: bytes) -> dict[int, RankState]:
@@ -155,10 +157,11 @@ def read_sglang_info(text: bytes, host: str) -> About | None:
     state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
     size = _int(_mapping(page.get("kv_events")).get("block_size"), MAX_BLOCK_SIZE) or page_size
     overlap = page.get("disable_overlap_schedule")
-    told: dict[str, int | str | None] = {
+    told: dict[str, int | float | str | None] = {
         "family": "sglang",
         "async_scheduling": not overlap if isinstance(overlap, bool) else None,
         "max_prefill_tokens": _int(page.get("max_prefill_tokens"), _MOST_TOKENS),
+        "schedule_conservativeness": _positive(page.get("schedule_conservativeness"), _MOST_CONSERVATIVE),
         "enable_mixed_chunk": mixed if isinstance(mixed := page.get("enable_mixed_chunk"), bool) else None,
         "prefill_decode_interval": _int(page.get("prefill_decode_interval"), _MOST_REQUESTS, least=0),
         "prefill_decode_interval_min_bs": _int(page.get("prefill_decode_interval_min_bs"), _MOST_REQUESTS, least=0),
@@ -176,7 +179,19 @@ def read_sglang_info(text: bytes, host: str) -> About | None:
         models=tuple(filter(None, [_text(page.get("served_model_name"))])),
         events=_sglang_events(_mapping(page.get("kv_events")), ranks, host),
         loads=_sglang_loads(_mapping(page.get("kv_events")), ranks, host),
+        not_followed=tuple(_sglang_not_followed(page)),
     )
+
+
+def _sglang_not_followed(page: Mapping[str, object]) -> Iterator[str]:
+    policy, chunk = page.get("schedule_policy"), page.get("chunked_prefill_size")
+    if _text(policy) is not None and policy != "fcfs":
+        yield f"schedule_policy={policy}"
+    if isinstance(chunk, int) and chunk <= 0:
+        yield f"chunked_prefill_size={chunk}"
+    for key in ("enable_priority_scheduling", "enable_dp_attention", "enable_prefill_delayer"):
+        if page.get(key) is True:
+            yield key
 
 
 def _sglang_loads(page: Mapping[str, object], ranks: int, host: str) -> dict[int, str]:
@@ -269,6 +284,12 @@ def _text(value: object) -> str | None:
 
 def _int(value: object, most: int, least: int = 1) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most else None
+
+
+def _positive(value: object, most: float) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if 0 < value <= most else None
 
 
 def _number(value: bytes, most: float) -> float | None:

@@ -22,6 +22,9 @@ from predictor.timeline import Course, Others, Timeline
 
 # No more batches and stretches than this are listed of one queue, whatever the budget.
 _MOST_SPANS = 1000
+# The state before an opening is kept for so many: each has all who decode. Whom none of them lets in is priced as if it
+# had its steps to itself.
+_MOST_STATES = 16
 # In spans: what a stretch of decoding costs beside the batch that is tried before it, and, of a batch or of who may be
 # retracted, how many requests are as much as one.
 _STRETCH_WORK, _ADMITTED_A_SPAN, _LOOKED_AT_A_SPAN = 1, 2, 16
@@ -147,12 +150,13 @@ class PrefillFirst:
         """Lets a batch pass, or a stretch of decoding; there is another opening after that, or not yet."""
         self.work += 1
         listed = len(self.spans)
-        if self.mixes or (not listed and self._leaves_room()):
+        state: dict[str, Any] = {}
+        if (not listed or (self.mixes and listed < _MOST_STATES)) and self._leaves_room():
             state = self._snapshot()
             if not listed:
                 self._mark = state
         self._go_on()
-        if self.mixes:
+        if self.mixes and state and len(self._states) == listed:
             self._states += [state] * (len(self.spans) - listed)
 
     def _go_on(self) -> None:
@@ -223,8 +227,6 @@ class PrefillFirst:
 
     def _leaves_room(self) -> bool:
         """Whether a newcomer may find room in the next batch: one that is filled by who waits already has none."""
-        if self.mixes:
-            return True
         if self._shut and self._waiting and self._cut is None:
             return False
         left = self._settings.max_num_batched_tokens - (self._cut.left if self._cut is not None else 0)
@@ -241,6 +243,10 @@ class PrefillFirst:
         for name, value in state.items():
             setattr(self, name, _copied(value))
         self.spans, self._states = [], []
+
+    def keeps_state(self, place: int) -> bool:
+        """Whether `through` can be asked for this opening."""
+        return place < len(self._states)
 
     def through(self, place: int, tokens: int, budget: Budget | None) -> tuple[float, Chunk]:
         """When a newcomer of so many tokens is let in at this opening, and its last chunk: for who decodes goes on
@@ -357,7 +363,7 @@ class PrefillFirst:
     def _pass(self, steps: int) -> None:
         """So many decode steps."""
         self.clock_s += steps * self._cost.step_s(0, 0, len(self._decoders))
-        self._ratio = ratio_after(self._ratio, steps)
+        self._ratio = ratio_after(self._ratio, steps, self._settings)
         self._advance(steps)
 
     def _advance(self, steps: int) -> None:
@@ -564,7 +570,7 @@ class PrefillFirstTimeline(Timeline):
     def course(self, tokens: int, blocks: int = 0, budget: Budget | None = None) -> Course:
         place, opening = self._opening(blocks, budget)
         tokens = max(1, tokens)
-        if self._run.mixes and place is not None:
+        if place is not None and self._run.keeps_state(place):
             since_s, chunk = self._run.through(place, tokens, budget)
             begins_s = self.begins_s
             return Course(

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from predictor.engines.sglang import FIRST_RATIO, ratio_after
+from predictor.engines.sglang import first_ratio, ratio_after
 from predictor.engines.step_rule import rule_of
 from predictor.engines.vllm import Queue, Sequence, Settings, Step, reusable_tokens, undo
 from predictor.outlook import Outlook, Sight
@@ -229,7 +229,7 @@ class Shadow:
     def book(self, seq: Sequence, now_s: float) -> None:
         self.advance(now_s)
         if not self._sequences:
-            self._queue.reserve_ratio = FIRST_RATIO
+            self._queue.reserve_ratio = first_ratio(self._settings)
         if seq.computed and self.crowded:
             seq.shared_blocks = seq.computed // self._settings.block_size  # what will be left is what somebody holds
         self._queue.waiting.append(seq)
@@ -905,7 +905,7 @@ class Shadow:
             self._began_s += more * oldest.seconds
             if self._takes_turns:
                 self._turns.passed(oldest.step, more)
-                queue.reserve_ratio = ratio_after(queue.reserve_ratio, more)
+                queue.reserve_ratio = ratio_after(queue.reserve_ratio, more, self._settings)
                 queue.decodes_first = max(0, queue.decodes_first - more)
         self._end_step(self._began_s + oldest.seconds)
 

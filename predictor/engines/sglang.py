@@ -18,9 +18,10 @@ from predictor.engines.vllm import Lookup, Queue, Sequence, Settings, Step
 # Nobody reserves more for a request's output than this (CLIP_MAX_NEW_TOKENS).
 RESERVED_MOST_TOKENS = 4096
 # new_token_ratio: what of an output not yet there is reserved while a request runs. It begins at the first, and loses a
-# step's worth with each decode step down to the last (0.7 and 0.14 of it after 600 steps, by the global defaults).
-FIRST_RATIO, LAST_RATIO = 0.7, 0.7 * 0.14
-RATIO_STEP = (FIRST_RATIO - LAST_RATIO) / 600
+# step's worth with each decode step down to the last: a part of the first, after so many steps (the global defaults).
+FIRST_RATIO = 0.7
+_LAST_PART, _DECAY_STEPS = 0.14, 600
+LAST_RATIO = FIRST_RATIO * _LAST_PART
 # A retraction sets it to what the others have generated and will in so many steps, of all that they may.
 _STEPS_AFTER_RETRACTION = 20
 _MOST_OUTPUT = 1 << 30  # without a `max_tokens`
@@ -33,9 +34,16 @@ def reserved_tokens(max_output: int | None, generated: int) -> int:
     return min(max(0, max_output - generated), RESERVED_MOST_TOKENS)
 
 
-def ratio_after(ratio: float, decode_steps: int) -> float:
+def first_ratio(settings: Settings) -> float:
+    """What new_token_ratio begins at, and goes back to when there is nothing to do."""
+    return min(1.0, FIRST_RATIO * settings.schedule_conservativeness)
+
+
+def ratio_after(ratio: float, decode_steps: int, settings: Settings) -> float:
     """What new_token_ratio has come down to."""
-    return max(LAST_RATIO, ratio - decode_steps * RATIO_STEP)
+    first = first_ratio(settings)
+    last = first * _LAST_PART
+    return max(last, ratio - decode_steps * ((first - last) / _DECAY_STEPS))
 
 
 def ratio_after_retraction(staying: Iterable[tuple[int, int | None]]) -> float:
@@ -263,7 +271,7 @@ def _decode(queue: Queue, settings: Settings, room: int) -> Step:
         )
         queue.shut = False
     else:
-        queue.reserve_ratio = ratio_after(queue.reserve_ratio, 1)
+        queue.reserve_ratio = ratio_after(queue.reserve_ratio, 1, settings)
     for seq in decodes:
         _decode_one(seq, queue, size)
     return Step((), tuple(decodes), room, tuple(retracted), 0)

@@ -34,6 +34,7 @@ class Settings:
     watermark: float = 0.0  # part of all blocks that an admission must leave free while others run
     family: Literal["vllm", "sglang"] = "vllm"  # whose step rule holds; see `sglang` for what these are called there
     max_prefill_tokens: int = 16_384  # of a batch, SGLang
+    schedule_conservativeness: float = 1.0  # SGLang: how much of outputs to come is kept free, as a multiple
     enable_mixed_chunk: bool = False  # SGLang: who decodes goes on beside prompts
     prefill_decode_interval: int = 0  # SGLang: decode steps after each prefill, before the next; 0 = none
     prefill_decode_interval_min_bs: int = 0  # SGLang: where fewer decode, nobody waits for them

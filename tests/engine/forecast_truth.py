@@ -275,6 +275,7 @@ def observer(
             max_model_len=told.max_model_len,
             async_scheduling=told.async_scheduling,
             family=recording.work.engine,
+            schedule_conservativeness=told.schedule_conservativeness,
             enable_mixed_chunk=told.enable_mixed_chunk,
             prefill_decode_interval=told.prefill_decode_interval,
         ),

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from predictor.engines.sglang import FIRST_RATIO
+from predictor.engines.sglang import first_ratio
 from predictor.engines.step_rule import rule_of
 from predictor.engines.vllm import Queue, Sequence, Settings, Step
 from tests.engine.workloads import Workload
@@ -34,7 +34,7 @@ class Replay:
         self._rule = rule_of(settings)
         self._starts = starts
         self._composed = 0
-        self._queue = Queue(free_blocks=settings.usable_blocks)
+        self._queue = Queue(free_blocks=settings.usable_blocks, reserve_ratio=first_ratio(settings))
         self._coming = deque(enumerate(work.arrivals))
         self._emitted: dict[int, int] = {}
         self._clock_s = 0.0
@@ -65,7 +65,7 @@ class Replay:
             elif step.empty:
                 if not self._coming:
                     return
-                self._queue.reserve_ratio = FIRST_RATIO
+                self._queue.reserve_ratio = first_ratio(self._settings)
                 self._clock_s = max(self._clock_s, self._coming[0][1].at_s)
 
     def _arrive(self) -> None:

@@ -88,6 +88,7 @@ class EngineSettings:
     max_model_len: int = 310_000
     async_scheduling: bool = False
     # Of SGLang, by its own names.
+    schedule_conservativeness: float = 1.0
     enable_mixed_chunk: bool = False
     prefill_decode_interval: int = 0
     enable_priority_scheduling: bool = False
@@ -352,6 +353,8 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "sglang bursts, mixed": bursts(enable_mixed_chunk=True),
     "sglang bursts, mixed, no overlap": bursts(overlap=False, enable_mixed_chunk=True),
     "sglang bursts, mixed, pages": bursts(page=16, enable_mixed_chunk=True),
+    "sglang bursts, lavish": bursts(schedule_conservativeness=0.3),
+    "sglang bursts, careful, mixed, pages": bursts(page=16, schedule_conservativeness=1.3, enable_mixed_chunk=True),
     # SGLang ends with an error where decode steps between two chunks of a prompt take the space for the next.
     "sglang bursts, interval": bursts(tokens=10_000, prefill_decode_interval=3),
     "sglang bursts, interval, no overlap": bursts(tokens=10_000, overlap=False, prefill_decode_interval=3),

@@ -601,7 +601,9 @@ def _told(text: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("setting", ["enable_mixed_chunk: true", "prefill_decode_interval: 2"])
+@pytest.mark.parametrize(
+    "setting", ["enable_mixed_chunk: true", "prefill_decode_interval: 2", "schedule_conservativeness: 0.3"]
+)
 def test_what_only_sglang_has_is_a_fault_in_a_worker_of_another_rule(setting: str) -> None:
     worker = "{name: w, endpoint: 'h:1', cache: {rule: %s}, settings: {%s}}"
     text = f"pools:\n- name: p\n  workers:\n  - {worker}\n"

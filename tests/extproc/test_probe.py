@@ -301,6 +301,7 @@ SGLANG = {
     "served_model_name": "m", "version": "0.5.23", "startup_time": 11.5, "page_size": 64,
     "chunked_prefill_size": 4096, "max_prefill_tokens": 20_000, "disable_overlap_schedule": False,
     "enable_mixed_chunk": True, "prefill_decode_interval": 3, "prefill_decode_interval_min_bs": 8,
+    "schedule_conservativeness": 0.3,
     "max_running_requests": 4096, "dp_size": 2, "max_total_num_tokens": 64000,
     "kv_events": SGLANG_EVENTS,
     "internal_states": [{"effective_max_running_requests_per_dp": 96}],
@@ -342,14 +343,22 @@ def test_sglang_says_what_it_is() -> None:
         "family": "sglang", "async_scheduling": True, "max_prefill_tokens": 20_000,
         "block_size": 64, "num_gpu_blocks": 1000, "max_num_batched_tokens": 4096, "max_num_seqs": 96,
         "enable_mixed_chunk": True, "prefill_decode_interval": 3, "prefill_decode_interval_min_bs": 8,
+        "schedule_conservativeness": 0.3,
     }  # fmt: skip
     assert about.events[1] == Events("tcp://10.0.0.1:5558", "tcp://10.0.0.1:5601")
     assert about.loads == {}
     assert read_sglang_info(page(SERVER_INFO), "h") is None
-    silent = {**SGLANG, "enable_mixed_chunk": None, "prefill_decode_interval": -1}
+    silent = {
+        **SGLANG, "enable_mixed_chunk": None, "prefill_decode_interval": -1, "schedule_conservativeness": 0,
+    }  # fmt: skip
     about = read_sglang_info(page(silent), "h")
     assert about is not None
-    assert not {"enable_mixed_chunk", "prefill_decode_interval"} & about.settings.keys()
+    assert not {"enable_mixed_chunk", "prefill_decode_interval", "schedule_conservativeness"} & about.settings.keys()
+    assert about.not_followed == ()
+    others = {"schedule_policy": "lpm", "chunked_prefill_size": -1, "enable_priority_scheduling": True}
+    about = read_sglang_info(page({**SGLANG, **others, "enable_dp_attention": False}), "h")
+    assert about is not None
+    assert about.not_followed == ("schedule_policy=lpm", "chunked_prefill_size=-1", "enable_priority_scheduling")
     pushing = {**SGLANG, "kv_events": {**SGLANG_EVENTS, "load_endpoint_port_base": 5700, "load_topic": "load"}}
     about = read_sglang_info(page(pushing), "10.0.0.1")
     assert about is not None

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from predictor.engines.sglang import LAST_RATIO, schedule
+from predictor.engines.sglang import LAST_RATIO, first_ratio, schedule
 from predictor.engines.step_rule import reserved_beside_prompt
 from predictor.engines.vllm import Queue, Sequence, Settings
 from predictor.prefill_cost import StepCost
@@ -24,6 +24,7 @@ MEASURED = StepCost(0.0, 0.0, 0.005, 30e-6, 37e-12, 50e-6)
 RULES: list[dict[str, Any]] = [
     {},
     {"enable_mixed_chunk": True},
+    {"schedule_conservativeness": 0.3},
     {"prefill_decode_interval": 1},
     {"prefill_decode_interval": 4, "prefill_decode_interval_min_bs": 3},
     {"enable_mixed_chunk": True, "prefill_decode_interval": 2},
@@ -91,7 +92,7 @@ def shapes(draw: st.DrawFn, space: bool) -> Shape:
     )
     squared = draw(st.sampled_from([0.0, 1e-6]))
     cost = StepCost(0.0, 0.0, draw(st.sampled_from([0.001, 0.01])), 0.001, squared, draw(st.sampled_from([0.0, 0.002])))
-    queue = Queue(free_blocks=settings.usable_blocks, reserve_ratio=LAST_RATIO)
+    queue = Queue(free_blocks=settings.usable_blocks, reserve_ratio=first_ratio(settings) * 0.14)
     ends_at = {}
     for number in range(draw(st.integers(0, 10))):
         tokens, output = draw(st.integers(1, 150)), draw(st.integers(1, 60))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from enginesim.request import Request
 from enginesim.settings import SglangSettings
 from enginesim.sglang_scheduler import SglangScheduler
-from predictor.engines.sglang import FIRST_RATIO, LAST_RATIO, ratio_after, schedule
+from predictor.engines.sglang import FIRST_RATIO, LAST_RATIO, first_ratio, ratio_after, schedule
 from predictor.engines.step_rule import reserved_beside_prompt
 from predictor.engines.vllm import Queue, Sequence, Settings, Step
 
@@ -158,7 +158,14 @@ def test_less_is_reserved_the_longer_decoding_goes_on() -> None:
     for _ in range(300):
         schedule(queue, PLAIN)
     assert queue.reserve_ratio == pytest.approx((FIRST_RATIO + LAST_RATIO) / 2)
-    assert ratio_after(FIRST_RATIO, 10_000) == LAST_RATIO
+    assert ratio_after(FIRST_RATIO, 10_000, PLAIN) == LAST_RATIO
+
+
+def test_a_conservative_engine_reserves_more_and_never_more_than_all() -> None:
+    lavish, careful = (Settings(family="sglang", schedule_conservativeness=factor) for factor in (0.3, 2.0))
+    assert first_ratio(lavish) == pytest.approx(0.3 * FIRST_RATIO)
+    assert first_ratio(careful) == 1.0
+    assert ratio_after(1.0, 10_000, careful) == pytest.approx(0.14)
 
 
 def test_where_no_page_is_left_who_has_generated_least_goes_back_with_nothing() -> None:
@@ -185,6 +192,8 @@ def test_who_is_retracted_waits_behind_all_others_and_more_is_reserved() -> None
 RULES: list[dict[str, Any]] = [
     {},
     {"enable_mixed_chunk": True},
+    {"schedule_conservativeness": 0.3},
+    {"schedule_conservativeness": 1.2, "enable_mixed_chunk": True},
     {"prefill_decode_interval": 1},
     {"prefill_decode_interval": 4, "prefill_decode_interval_min_bs": 3},
     {"enable_mixed_chunk": True, "prefill_decode_interval": 2},
@@ -241,7 +250,7 @@ def test_every_step_is_what_the_simulated_engine_composes(
             engine.add(request)
             known[number] = Sequence(str(number), tokens, 0, outputs, max_output=outputs)
             if not len(queue):
-                queue.reserve_ratio = FIRST_RATIO
+                queue.reserve_ratio = first_ratio(told)
             queue.waiting.append(known[number])
         if not engine.has_work:
             if not coming:

@@ -335,6 +335,7 @@ def scheduler(work: Any, folder: Path) -> VirtualScheduler:
         max_running_requests=settings.max_num_seqs,
         disable_overlap_schedule=not settings.async_scheduling,
         schedule_policy=settings.schedule_policy,
+        schedule_conservativeness=settings.schedule_conservativeness,
         enable_mixed_chunk=settings.enable_mixed_chunk,
         prefill_decode_interval=settings.prefill_decode_interval or None,
         enable_priority_scheduling=settings.enable_priority_scheduling,
