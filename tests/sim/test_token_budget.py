@@ -51,7 +51,7 @@ def doubts(world: World, longest: int = 40_000, per_s: float = 1.0, count: int =
 )
 def test_a_budget_that_is_not_the_engines_is_noticed_and_no_other(assumed: int, real: int, said: BudgetDoubt) -> None:
     world = world_with(assumed, real)
-    assert doubts(world, per_s=4.0, count=300) == {said}
+    assert doubts(world, per_s=4.0, count=450) == {said}
 
 
 @pytest.mark.parametrize("load", [0.2, 4.0])
