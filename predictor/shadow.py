@@ -53,6 +53,8 @@ _WAITS = 1 << 40
 _OWNERS_LOOKED_AT = 64
 # What lasts with less certainty is not counted on: among workers that which promises too much is chosen.
 _MAY_BE_GONE = 1 / 3
+# No engine is so many times as fast as it was taken to be.
+_FASTEST = 50.0
 # Evidence of one step end comes in several pieces; those of one instant belong together.
 _INSTANT_S = 1e-7
 
@@ -343,6 +345,7 @@ class Shadow:
 
     def _got_to(self, seq: Sequence, tokens: int, now_s: float) -> None:
         """So many tokens of it are announced, and no more."""
+        self._stretch(seq, tokens)
         self._catch_up(lambda: self._announced(seq) >= tokens, now_s)
         if tokens <= seq.prompt_tokens or seq.prefilling:
             return
@@ -354,6 +357,26 @@ class Shadow:
             self._interval.guessed = False
             # The step was let pass already, and now it is seen to have ended.
             self._seen(now_s)
+
+    def _stretch(self, seq: Sequence, tokens: int) -> None:
+        """Its chunk was a few tokens longer than composed: who has ended is heard of when the next step is under way, and
+        a prompt has got what they would have taken of it."""
+        item = self._under_way[0] if len(self._under_way) == 1 else None
+        if item is None or tokens > seq.prompt_tokens:
+            return
+        step, size = item.step, self._settings.block_size
+        for place, (other, start, end) in enumerate(step.chunks):
+            if other is not seq or not 0 < tokens - end <= len(step.decodes) or self._completes(seq, end):
+                continue
+            seq.computed += tokens - end
+            if self._completes(seq, tokens):
+                seq.generated = 1
+            new = max(0, -(-seq.computed // size) - seq.shared_blocks - seq.blocks)
+            seq.blocks += new
+            self._take(new)
+            chunks = (*step.chunks[:place], (seq, start, tokens), *step.chunks[place + 1 :])
+            item.step = replace(step, chunks=chunks)
+            return
 
     def first_token(self, seq_id: str, now_s: float) -> None:
         """Its prefill is done, and the step that finished it has just ended."""
@@ -847,7 +870,13 @@ class Shadow:
     def _seen(self, now_s: float) -> None:
         """A step end was seen just now."""
         interval = self._interval
-        if interval is not None and interval.steps and not interval.guessed and self._on_sample is not None:
+        if (
+            interval is not None
+            and interval.steps
+            and not interval.guessed
+            and self._on_sample is not None
+            and not self._miscounted(interval, now_s)
+        ):
             self._on_sample(
                 StepSample(
                     now_s - interval.since_s, interval.new_tokens, interval.squares, interval.decoding,
@@ -857,6 +886,11 @@ class Shadow:
         self._interval = _Interval(now_s)
         self._began_s = now_s
         self._changed()
+
+    def _miscounted(self, interval: _Interval, now_s: float) -> bool:
+        """Whether more has passed by the count than any engine can have done in the time."""
+        predicted_s = interval.steps * self._cost.fixed_s + self._cost.per_token_s * interval.new_tokens
+        return now_s - interval.since_s < predicted_s / _FASTEST
 
     def _awaited(self) -> bool:
         """Whether the end of the oldest step under way must leave a sign."""

@@ -357,6 +357,44 @@ def test_decodes_that_got_further_while_a_prompt_was_on_its_way_do_not_move_its_
     assert [sample.duration_s for sample in samples] == pytest.approx([0.109] * 2)
 
 
+# Who has ended is heard of when the step after is under way
+
+
+def test_a_chunk_that_got_the_tokens_of_one_who_has_ended_is_one_step() -> None:
+    samples: list[StepSample] = []
+    settings = Settings(block_size=1, num_gpu_blocks=10_000, max_num_batched_tokens=100)
+    shade = Shadow(settings, PLAIN, samples.append)
+    shade.set_sees_blocks(True)
+    for number, name in enumerate("ac"):
+        shade.book(Sequence(name, 10, 0, 1000, hashes=range(20 * number, 20 * number + 10)), 0.0)
+    shade.stored([StoredRun(20 * number, None, 1000 + number, 10) for number in range(2)], 0.030)
+    for name in "ac":
+        shade.first_token(name, 0.030)
+    # "c" has ended with the step before: the prompt gets 99 tokens of the first step and not 98.
+    shade.book(Sequence("b", 320, 0, 1000, hashes=range(100, 420)), 0.030)
+    samples.clear()
+    shade.stored([StoredRun(100, None, 1100, 99)], 0.140)
+    shade.finish("c", 0.145, output_tokens=1)
+    assert shade.prefill_tokens_ahead() == 320 - 99
+    shade.stored([StoredRun(199, 1100, 1101, 99)], 0.249)
+    assert shade.prefill_tokens_ahead() == 320 - 198
+    assert (samples[0].new_tokens, samples[0].steps, samples[0].duration_s) == (99, 1, pytest.approx(0.110))
+    assert shade.forced == 0
+
+
+def test_more_than_any_engine_does_in_the_time_is_no_sample() -> None:
+    samples: list[StepSample] = []
+    shade = Shadow(Settings(num_gpu_blocks=1000, max_num_batched_tokens=100), PLAIN, samples.append)
+    shade.set_sees_blocks(True)
+    shade.book(Sequence("b", 320, 0, 1000, hashes=range(100, 120)), 0.0)
+    shade.stored([StoredRun(100, None, 1100, 6)], 0.110)
+    assert len(samples) == 1
+    # Three more steps in two milliseconds: some of it had been computed before, or was cached.
+    shade.first_token("b", 0.112)
+    assert shade.prefilling == 0
+    assert len(samples) == 1
+
+
 # Asynchronous scheduling: a step is composed while the one before it runs
 
 ASYNC = Settings(num_gpu_blocks=1000, max_num_seqs=2, max_num_batched_tokens=1000, async_scheduling=True)
