@@ -1,4 +1,4 @@
-.PHONY: run test check bench test-engine test-clients chaos proto clean
+.PHONY: run test check bench fleet test-engine test-clients chaos proto clean
 BIN := .venv/bin
 
 # The stamps: a venv is brought up to date when pyproject.toml changes, and only then.
@@ -27,6 +27,10 @@ check: .venv/.installed-dev
 
 bench: .venv/.installed-bench
 	$(BIN)/python -m bench
+
+# Four models on sixteen unlike engines in virtual time: HOURS=48 takes hours itself. ARGS="--day-hours 3" for a shorter day.
+fleet: .venv/.installed-bench
+	$(BIN)/python -m bench.fleet --hours $(or $(HOURS),48) $(ARGS)
 
 # Real vLLM engines on CPU, SGLang's scheduler and cache: each in a venv of its own outside the checkout (3.5 and 1.6 GB).
 # ARGS=--reduced for a twentieth of the requests.

@@ -1,0 +1,87 @@
+"""Minutes of the fleet run (`python -m bench.fleet`): engines of both families, and everything that happens to them."""
+
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+
+from bench.fleet.plan import Incident, Plan, Rollout, Trouble, fleet_pools
+from bench.fleet.report import OVERALL, Report, report
+from bench.fleet.world import World
+from predictor.feed_state import Trust
+
+SEED = 20261130
+_MINUTE_S = 60.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(minutes: float, *names: str) -> World:
+    """Two engines of each pool, of the mixed one those of unlike families, at night; a day lasts half an hour."""
+    pools = tuple(replace(pool, engines=pool.engines[::2]) for pool in fleet_pools() if pool.name in names)
+    incidents = (
+        Incident(60.0, Trouble.LOST_EVENTS, "chat-0", 20.0),
+        Incident(80.0, Trouble.SLOW, "chat-1", 40.0),
+        Incident(100.0, Trouble.LOST_EVENTS, "mixed-1", 20.0),
+        Incident(130.0, Trouble.CRASH, "chat-0", 25.0),
+    )
+    plan = Plan(pools, 30 * _MINUTE_S, minutes * _MINUTE_S, incidents, (Rollout(110.0, "mixed"),))
+    if "chat" not in names:
+        plan = replace(plan, incidents=(), rollouts=())
+    world = World(plan, SEED, capacity_asks=24)
+    world.run()
+    return world
+
+
+def figures(found: Report) -> dict[str, object]:
+    """All but what the machine's speed decides."""
+    return {**asdict(found), "headway_cpu_s": None}
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return run(5.0, "chat", "mixed")
+
+
+def test_predictions_hold_through_load_crashes_lost_events_throttling_and_rollouts(world: World) -> None:
+    found = report(world)
+    whole = found.of(OVERALL)
+    sys.stdout.write(f"\nseed {SEED}: {whole}\n{found.done}")
+    assert {Trouble.CRASH.value, Trouble.LOST_EVENTS.value, Trouble.SLOW.value, "rollouts"} <= set(found.done)
+    assert found.done["batches lost"] > 5
+    assert found.done["replays"] > 0
+    assert whole.whole is not None
+    assert whole.whole.graded > 100
+    assert whole.whole.within_1s >= 0.9
+    assert whole.whole.within_10s >= 0.98
+    assert whole.wrong_share is not None
+    assert whole.wrong_share <= 0.06
+    assert 0.80 <= whole.whole.coverage <= 0.98
+
+
+def test_every_request_is_accounted_for(world: World) -> None:
+    for name, count in world.counts.items():
+        outcomes = [one.outcome for one in world.judged if one.pool == name]
+        ungraded = sum(outcome.actual_ttft_s is None for outcome in outcomes)
+        assert count.asked >= len(outcomes) + count.refused
+        # Who was not graded died with its engine, gave up, was served by another engine, or found none.
+        assert ungraded <= count.failed + count.given_up + count.moved
+        assert count.asked - count.refused - len(outcomes) <= count.failed
+    assert world.fleet.in_flight == 0
+
+
+def test_at_the_end_every_view_is_what_its_engine_holds(world: World) -> None:
+    compared = 0
+    for machine in world.machines.values():
+        if machine.up and machine.feed.trust is Trust.LIVE:
+            compared += 1
+            held = machine.scheduler.pool.distinct_blocks
+            told = world.fleet.view(world.now_s)["pools"][machine.pool]["workers"][machine.name]  # type: ignore[index]
+            assert told["cached_blocks"] == held, machine.name
+            assert told["num_gpu_blocks"] == machine.kind.settings.num_gpu_blocks
+    assert compared >= len(world.machines) // 2
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    once, again = (figures(report(run(1.0, "radix"))) for _ in range(2))
+    assert once == again
