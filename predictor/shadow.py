@@ -359,8 +359,8 @@ class Shadow:
             self._seen(now_s)
 
     def _stretch(self, seq: Sequence, tokens: int) -> None:
-        """Its chunk was a few tokens longer than composed: who has ended is heard of when the next step is under way, and
-        a prompt has got what they would have taken of it."""
+        """Its chunk was a few tokens longer than composed: it is heard who has ended when the next step is under way,
+        and a prompt has got what they would have taken of it."""
         item = self._under_way[0] if len(self._under_way) == 1 else None
         if item is None or tokens > seq.prompt_tokens:
             return
@@ -375,7 +375,7 @@ class Shadow:
             seq.blocks += new
             self._take(new)
             chunks = (*step.chunks[:place], (seq, start, tokens), *step.chunks[place + 1 :])
-            item.step = replace(step, chunks=chunks)
+            item.step = msgspec.structs.replace(step, chunks=chunks)
             return
 
     def first_token(self, seq_id: str, now_s: float) -> None:

@@ -378,7 +378,8 @@ def test_a_chunk_that_got_the_tokens_of_one_who_has_ended_is_one_step() -> None:
     assert shade.prefill_tokens_ahead() == 320 - 99
     shade.stored([StoredRun(199, 1100, 1101, 99)], 0.249)
     assert shade.prefill_tokens_ahead() == 320 - 198
-    assert (samples[0].new_tokens, samples[0].steps, samples[0].duration_s) == (99, 1, pytest.approx(0.110))
+    assert (samples[0].new_tokens, samples[0].steps) == (99, 1)
+    assert samples[0].duration_s == pytest.approx(0.110)
     assert shade.forced == 0
 
 
