@@ -92,8 +92,11 @@ class Intake:
     def goes_on(self, seq: Sequence) -> int:
         """The tokens that the prompt which was cut before gets: the first of the batch, and nothing keeps it out."""
         want = min(self.left, seq.left)
-        if self._space is not None and int(self._space) > 0:
-            want = min(want, int(self._space))
+        if self._space is not None:
+            # Of a step that was taken back it has its blocks still.
+            self._space += self._size * max(0, seq.blocks + seq.shared_blocks - -(-seq.computed // self._size))
+            if int(self._space) > 0:
+                want = min(want, int(self._space))
         padded = -(-want // self._size) * self._size
         self.left -= padded
         self._input_left -= padded

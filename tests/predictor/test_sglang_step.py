@@ -13,7 +13,7 @@ from enginesim.settings import SglangSettings
 from enginesim.sglang_scheduler import SglangScheduler
 from predictor.engines.sglang import FIRST_RATIO, LAST_RATIO, first_ratio, ratio_after, schedule
 from predictor.engines.step_rule import reserved_beside_prompt
-from predictor.engines.vllm import Queue, Sequence, Settings, Step
+from predictor.engines.vllm import Queue, Sequence, Settings, Step, undo
 
 PLAIN = Settings(family="sglang", block_size=1, max_num_batched_tokens=1000)
 
@@ -51,6 +51,16 @@ def test_a_prompt_in_front_of_a_giant_is_taken_whole_and_the_giant_gets_the_rest
         ("small", 100),
         ("giant", (1000 - 112) // 16 * 16),
     ]
+
+
+def test_a_step_that_is_taken_back_and_composed_again_is_the_same() -> None:
+    cut = prompt("cut", 1400, computed=1000)
+    cut.blocks = 1000
+    queue = Queue([decoding("x"), cut], deque([prompt("behind", 50, max_output=20)]), 600, LAST_RATIO)
+    first = schedule(queue, PLAIN)
+    assert shares(first) == [("cut", 400), ("behind", 50)]
+    undo(queue, first)
+    assert shares(schedule(queue, PLAIN)) == shares(first)
 
 
 def test_with_mixed_chunks_who_decodes_goes_on_beside_prompts_and_takes_a_token_of_the_batch_each() -> None:
