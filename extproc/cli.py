@@ -143,7 +143,7 @@ def _backtest(recording: Path, json: Path | None, what_if: Sequence[str], costs:
     foresight = None
     if costs is not None:
         try:
-            foresight = foresee(read_records(read_lines(recording)), read_costs(costs.read_bytes()))
+            foresight = foresee(read_records(read_lines(recording)), read_costs(costs.read_bytes()), overrides)
         except BadCosts as fault:
             print(f"{costs}: {fault}", file=sys.stderr)
             return EXIT_USAGE

@@ -20,7 +20,7 @@ from predictor.feed_state import Trust
 from predictor.fleet import Fleet, PoolPolicy, Ticket, Usage, Wish, WorkerSpec
 from predictor.kv_events import Arrival, FeedCursor
 from predictor.prefill_cost import LearningPolicy
-from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt
+from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, Prompt
 from predictor.recording import (
     BadRecording,
     EndRecord,
@@ -121,22 +121,31 @@ class Foresight:
     coming: Mapping[str, Sequence[Coming]]
 
 
-def foresee(records: Iterable[Record], costs: Costs) -> Foresight:
-    """Reads a whole recording ahead of its backtest; of its prompts only the lengths are kept."""
-    asked: dict[str, tuple[float, str, int]] = {}
+def foresee(records: Iterable[Record], costs: Costs, what_if: WhatIf | None = None) -> Foresight:
+    """Reads a whole recording ahead of its backtest; of its prompts only the lengths and block hashes are kept."""
+    overrides = what_if or WhatIf()
+    hasher = BlockHasher(np.random.default_rng(0))
+    sizes: dict[str, int] = {}
+    asked: dict[str, tuple[float, str, int, BlockHashes]] = {}
     ends: dict[str, EndRecord] = {}
     for record in records:
-        if isinstance(record, RequestRecord):
-            asked[record.id] = record.t, record.worker, _length(record)
+        if isinstance(record, WorkerRecord):
+            told = {**record.settings, **overrides.settings, **overrides.of_worker.get(record.worker, {})}
+            size = told.get("block_size")
+            sizes[record.worker] = size if isinstance(size, int) and size > 0 else Settings().block_size
+        elif isinstance(record, RequestRecord):
+            hashes = _hashes(record, hasher, sizes.get(record.worker, Settings().block_size))
+            asked[record.id] = record.t, record.worker, _length(record), hashes
         elif isinstance(record, EndRecord):
             ends[record.id] = record
     coming: dict[str, list[Coming]] = {}
-    for request_id, (at_s, worker, tokens) in asked.items():
+    for request_id, (at_s, worker, tokens, hashes) in asked.items():
         end = ends.get(request_id)
         # Who never ended, or was given up, goes on.
         output = _NO_END if end is None or end.output_tokens is None else max(1, end.output_tokens)
         cached = 0 if end is None or end.cached_tokens is None else end.cached_tokens
-        coming.setdefault(worker, []).append(Coming(request_id, at_s, tokens, min(cached, tokens - 1), output))
+        foreseen = Coming(request_id, at_s, tokens, min(cached, tokens - 1), output, hashes)
+        coming.setdefault(worker, []).append(foreseen)
     return Foresight(costs, {worker: sorted(them, key=lambda one: one.at_s) for worker, them in coming.items()})
 
 
@@ -147,6 +156,16 @@ def _length(record: RequestRecord) -> int:
     if record.tokens is not None:
         return max(1, (len(record.tokens) // 4 * 3 - record.tokens.count("=", -2)) // 4)
     return max(1, record.prompt_tokens or 1)
+
+
+def _hashes(record: RequestRecord, hasher: BlockHasher, size: int) -> BlockHashes:
+    """Of its full blocks, as far as a recording tells them: alike where prompts are."""
+    if record.tokens is not None:
+        namespace = Namespace(lora_name=record.lora_name, cache_salt=record.cache_salt)
+        return hasher.prompt_hashes(decode_tokens(record.tokens), HashFamily(size), namespace)
+    if record.hashes is not None and record.block_size == size:
+        return np.array(decode_hashes(record.hashes), np.uint64)
+    return np.empty(0, np.uint64)
 
 
 class Backtest:

@@ -8,16 +8,20 @@ engine step at a time, by the step rule itself and without the jumps of the time
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import msgspec
+import numpy as np
 
 from predictor.engines.step_rule import rule_of
 from predictor.engines.vllm import Sequence as Seq
 from predictor.engines.vllm import Settings, Step
 from predictor.prefill_cost import StepCost
+from predictor.prompt import BlockHashes
 from predictor.shadow import State
+
+_NO_HASHES: BlockHashes = np.empty(0, np.uint64)
 
 # A fork goes on for so many requests: later ones read their first tokens from it.
 _REQUESTS_A_FORK = 32
@@ -81,13 +85,35 @@ def _cost(parts: Mapping[str, float]) -> StepCost:
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A request as the recording will tell it: when it comes, and what will have been true of it."""
+    """A request as the recording will tell it: when it comes, and what will have been true of it.
+
+    `hashes` are chained, of the prompt's full blocks: only equal ones mean anything.
+    """
 
     id: str
     at_s: float
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    hashes: BlockHashes = field(default_factory=lambda: _NO_HASHES, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenBack:
+    """Blocks of one that was preempted: free, the newest of all, and its last ones the first to be taken."""
+
+    held_blocks: int  # that others held before it
+    own_blocks: int
+    full_blocks: int  # of both: the last one may have been begun only
+    safe_until: int  # blocks taken by then, since the fork began: from there on each taken is one of them
+
+
+@dataclass(slots=True)
+class _Pool:
+    """What the engine's pool of free blocks has been through. Blocks."""
+
+    taken: int = 0
+    given_back: dict[str, _GivenBack] = field(default_factory=dict)  # by sequence, until it is resumed
 
 
 class Seer:
@@ -140,6 +166,8 @@ class _Fork:
         self._coming = coming
         self._next = next_place
         self._lengths = {one.id: one.output_tokens for one in coming}
+        self._hashes = {one.id: one.hashes for one in coming}
+        self._pool = _Pool()
         self.first_s: dict[str, float] = {}
         for seq in self._queue.waiting:
             known = place.get(seq.id)
@@ -156,9 +184,7 @@ class _Fork:
                 return known
             self._arrive()
             while len(self._under_way) < depth:
-                step = self._rule(self._queue, self._settings)
-                if step.preempted and self._settings.family == "sglang":
-                    self._lose(step.preempted)
+                step = self._compose()
                 if step.empty:
                     break
                 # Composing counts the token that is to come.
@@ -181,6 +207,66 @@ class _Fork:
         self._under_way = deque(
             (seconds, [seq for seq in yields if seq.id not in gone]) for seconds, yields in self._under_way
         )
+
+    def _compose(self) -> Step:
+        """By the rule; remembers what is taken from the free blocks and given back to them."""
+        queue, size = self._queue, self._settings.block_size
+        if queue.free_blocks is None or self._settings.family != "vllm":
+            step = self._rule(queue, self._settings)
+            if step.preempted and self._settings.family == "sglang":
+                self._lose(step.preempted)
+            return step
+        free = queue.free_blocks
+        before = {seq.id: (seq.shared_blocks, seq.blocks, seq.computed // size) for seq in queue.running}
+        step = self._rule(queue, self._settings, lookup=self._found)
+        pool = self._pool
+        safe_until = pool.taken + free
+        for seq in step.preempted:
+            shared, own, full = before[seq.id]
+            pool.given_back[seq.id] = _GivenBack(shared, own, full, safe_until)
+            safe_until += own
+            free += own
+        pool.taken += free - queue.free_blocks
+        return step
+
+    def _found(self, seq: Seq) -> tuple[int, int]:
+        """What it finds cached if it is admitted now, in tokens, and blocks of it that others hold."""
+        size = self._settings.block_size
+        held = max((common for _, common in self._alike(seq)), default=0)
+        gave = self._pool.given_back.get(seq.id)
+        tokens = seq.computed
+        if gave is not None:
+            begun = gave.held_blocks + gave.own_blocks - gave.full_blocks
+            lost = max(0, self._pool.taken - gave.safe_until - begun)
+            kept = max(held, gave.full_blocks - lost)
+            tokens = min(kept, (seq.prompt_tokens + seq.generated - 1) // size) * size
+        return tokens, min(held, tokens // size)
+
+    def _alike(self, seq: Seq) -> Iterator[tuple[Seq, int]]:
+        """Running ones that begin with the same blocks, and how many of these they hold."""
+        mine = self._hashes.get(seq.id, _NO_HASHES)
+        for other in self._queue.running if len(mine) else ():
+            theirs = self._hashes.get(other.id, _NO_HASHES)
+            if other is not seq and len(theirs) and theirs[0] == mine[0]:
+                most = min(len(mine), len(theirs))
+                unlike = np.flatnonzero(mine[:most] != theirs[:most])
+                common = int(unlike[0]) if len(unlike) else most
+                yield other, min(common, -(-other.computed // self._settings.block_size))
+
+    def _release(self, seq: Seq) -> None:
+        """It is gone; blocks that others hold as well count for one of these from now on."""
+        queue = self._queue
+        queue.running = [other for other in queue.running if other is not seq]
+        queue.shut = False
+        if queue.free_blocks is None:
+            return
+        heir, kept = max(self._alike(seq), key=lambda one: one[1], default=(None, 0))
+        if heir is not None and self._settings.family == "vllm":
+            inherited = max(0, min(kept - seq.shared_blocks, heir.shared_blocks, seq.blocks))
+            heir.shared_blocks -= inherited
+            heir.blocks += inherited
+            seq.blocks -= inherited
+        queue.free_blocks += seq.blocks
 
     def _arrive(self) -> None:
         coming = self._coming
@@ -205,7 +291,4 @@ class _Fork:
         if count == 1:
             self.first_s[seq.id] = self._clock_s
         if count >= self._lengths.get(seq.id, 1 << 30) and any(seq is other for other in self._queue.running):
-            self._queue.running = [other for other in self._queue.running if other is not seq]
-            if self._queue.free_blocks is not None:
-                self._queue.free_blocks += seq.blocks
-            self._queue.shut = False
+            self._release(seq)

@@ -17,12 +17,17 @@ from dataclasses import dataclass, field
 from math import ceil, log
 
 import numpy as np
+import numpy.typing as npt
 
 # The newest ends that are remembered.
 _WINDOW = 2000
-# Before anything has ended a vague guess holds, as if so many had: spread like an exponential about the typical length.
-# A heavier tail does harm: nobody would ever be expected to leave.
-_GUESSES, _GUESS_WEIGHT = 8, 0.5
+# Before anything has ended a guess holds, as if so many had: spread as Weibull has it. A heavier tail does harm: nobody
+# would ever be expected to leave. And where lengths were spread wide, some would have ended soon.
+_GUESSES, _GUESS_WEIGHT = 32, 0.125
+_SHAPE = 3.0
+# What is said to be typical may be off by a factor of e^this; what has ended or goes on tells more.
+_DOUBT = 1.0
+_SCALES = np.linspace(-3.0, 6.0, 37)
 # A curve is drawn anew when so much of what it rests on is new, and not more often than this.
 _NEW_RATIO, _AT_FIRST_S, _LATER_S, _FEW = 1 / 16, 1.0, 10.0, 100
 _LONGEST = 1 << 20
@@ -121,10 +126,12 @@ class OutputLengths:
 
 def _draw(ended: Iterable[tuple[int, bool]], running: Iterable[int], typical: int) -> LengthCurve:
     """Kaplan and Meier's estimate, with the guess as a few more ends."""
-    shares = (np.arange(_GUESSES) + 0.5) / _GUESSES
-    guesses = np.ceil(-typical * np.log(1 - shares) / log(2.0))
     known = list(ended)
     alive = [tokens for tokens in running if tokens > 0]
+    lengths_seen = np.array([*(one for one, _ in known), *alive], float)
+    ends_seen = np.array([*(float(one) for _, one in known), *(0.0 for _ in alive)])
+    shares = (np.arange(_GUESSES) + 0.5) / _GUESSES
+    guesses = np.ceil(_median(lengths_seen, ends_seen, typical) * (-np.log2(1 - shares)) ** (1 / _SHAPE))
     tokens = np.concatenate([guesses, [one for one, _ in known], alive])
     whole = np.concatenate([np.ones(_GUESSES), [float(one) for _, one in known], np.zeros(len(alive))])
     weight = np.ones(len(tokens))
@@ -143,3 +150,15 @@ def _draw(ended: Iterable[tuple[int, bool]], running: Iterable[int], typical: in
     return LengthCurve(
         tuple(int(value) for value in lengths), tuple(float(value) for value in survival), max(1.0, mean * log(2.0))
     )
+
+
+def _median(tokens: npt.NDArray[np.float64], ended: npt.NDArray[np.float64], typical: int) -> float:
+    """Of lengths spread as the guess is, the likely median, if so many have ended after these tokens and the rest goes
+    on; `typical` is what it would be without them."""
+    if not len(tokens):
+        return float(typical)
+    # By scale and length: survival is 2^-x with x = (t / m)^shape, and the density is proportional to x times that.
+    powers = _SHAPE * (np.log(tokens / typical)[None, :] - _SCALES[:, None])
+    likelihood = (powers * ended - log(2.0) * np.exp(powers)).sum(axis=1) - 0.5 * (_SCALES / _DOUBT) ** 2
+    weight = np.exp(likelihood - likelihood.max())
+    return float(typical * np.exp((weight * _SCALES).sum() / weight.sum()))

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from predictor.admission import AdmissionPolicy, Mode
+from predictor.clairvoyance import Coming, Seer
 from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.hindsight import Verdict
@@ -31,7 +32,6 @@ from predictor.kv_events import decode_batch
 from predictor.prefill_cost import Basis, StepCost
 from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt
 from tests.engine import workloads
-from tests.engine.clairvoyance import first_token_s
 from tests.engine.harness import engine_home, sglang_home
 from tests.engine.workloads import Costs, Workload
 
@@ -179,21 +179,37 @@ class Observer:
         self.fleet.join(_POOL, WorkerSpec(_WORKER, "10.0.0.1:8000", self.settings))
         self.worker = self.fleet._pool_of[_WORKER].workers[_WORKER]
         if self.truth is not None:
-            true = self.truth
-            cost = StepCost(0.0, 0.0, true.step_s, true.per_token_s, true.per_token_squared_s, true.per_decode_s)
+            cost = _true_cost(self.truth)
             self.worker.cost.cost, self.worker.cost.basis = cost, Basis.CURVE
             for verb in ("add", "add_decode", "add_steps"):
                 setattr(self.worker.cost, verb, lambda sample: False)
             self.worker.shadow.set_cost(cost)
         self.kept = Counter[bool]()  # of those that would have been let in, whether their bound was kept
         self.clairvoyant: dict[int, float] = {}
+        self._foreseen: list[Coming] | None = None
         self.slowest_s = 0.0
         self.spent_s = 0.0
+
+    def _coming(self, recording: Recording) -> list[Coming]:
+        """What is yet to come, and what has come, as only the recording knows it."""
+        if self._foreseen is None:
+            family, arrivals = HashFamily(self.settings.block_size), recording.work.arrivals
+            self._foreseen = [
+                Coming(
+                    f"{self.offset_s}-{number}",
+                    self.offset_s + arrival.at_s,
+                    arrival.prompt_tokens,
+                    recording.cached[number],
+                    arrival.output_tokens,
+                    self.hasher.prompt_hashes(arrival.tokens(), family, Namespace()),
+                )
+                for number, arrival in enumerate(arrivals)
+            ]
+        return self._foreseen
 
     def play(self, recording: Recording) -> list[Outcome]:
         naive, predicted, at, outcomes = naive_s(recording), {}, {}, []
         offset_s, arrivals = self.offset_s, recording.work.arrivals
-        names: dict[int, str] = {}
         for kind, event_s, what in events(recording):
             now_s = event_s + offset_s
             if kind == "arrive":
@@ -218,12 +234,11 @@ class Observer:
                     assert isinstance(granted, Grant), "in shadow mode everybody is let in"
                     ticket = granted.ticket
                 predicted[what] = ticket.forecast
-                names[what] = ticket.id
                 if self.clairvoyant_every and what % self.clairvoyant_every == 0:
-                    told_s = first_token_s(
-                        self.worker.shadow, what, names, arrivals, recording.cached, recording.work.costs, offset_s
-                    )
-                    self.clairvoyant[what] = told_s - event_s
+                    seer = Seer(self._coming(recording), _true_cost(recording.work.costs))
+                    told_s = seer.first_token_s(ticket.id, self.worker.shadow.state(now_s))
+                    assert told_s is not None, "it was served"
+                    self.clairvoyant[what] = told_s - now_s
                 if self.lengths_told:
                     seq = self.worker.shadow._sequences[ticket.id]
                     seq.expected_output, seq.draws = arrivals[what].output_tokens, ()
@@ -257,7 +272,12 @@ class Observer:
                 )
             )
         self.offset_s = now_s + 100.0
+        self._foreseen = None
         return outcomes
+
+
+def _true_cost(true: Costs) -> StepCost:
+    return StepCost(0.0, 0.0, true.step_s, true.per_token_s, true.per_token_squared_s, true.per_decode_s)
 
 
 def observer(

@@ -50,6 +50,29 @@ def test_forecasts_come_near_and_nearer_than_adding_up_the_prefills_ahead(
     assert watcher.worker.shadow.forced == 0
 
 
+def test_before_anybody_has_ended_outputs_are_taken_to_be_longer_than_what_nobody_has_ended_at(
+    recordings: Path,
+) -> None:
+    # 128 slots, and 200 outputs of 1,500 to 6,000 tokens where 256 are the guess: the last wait for half of them.
+    recording = record("decodes, 128 slots, async", recordings)
+    watcher = observer(recording)
+    _, ours = told(recording.work.name, watcher, watcher.play(recording))
+    assert ours.within_10s >= 0.97
+
+
+def test_a_storm_is_foreseen_from_the_second_third_on(recordings: Path) -> None:
+    recording = record("storm", recordings)
+    watcher = observer(recording)
+    _, cold = told("storm", watcher, watcher.play(recording))
+    assert cold.within_1s >= 0.28
+    assert cold.within_10s >= 0.72
+    assert cold.median_ratio <= 0.45
+    _, warm = told("storm, warm", watcher, watcher.play(recording))
+    assert warm.within_1s >= 0.55
+    assert warm.within_10s >= 0.98
+    assert warm.median_ratio <= 0.08
+
+
 @pytest.mark.parametrize(("name", "count"), [("sglang trace 1.3", 400), ("sglang storm", 90)])
 def test_nobody_is_let_in_by_sglang_whom_the_shadow_has_wait(name: str, count: int, recordings: Path) -> None:
     recording = record(name, recordings, count)
@@ -61,7 +84,8 @@ def test_nobody_is_let_in_by_sglang_whom_the_shadow_has_wait(name: str, count: i
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("trace 0.8", 300), ("decodes, budget 512", 300), ("decodes, 128 slots, async", 240)]
+    ("name", "count"),
+    [("trace 0.8", 300), ("trace 1.3", 400), ("decodes, budget 512", 300), ("decodes, 128 slots, async", 240)],
 )
 def test_a_shadow_that_knew_the_future_would_be_exact(name: str, count: int, recordings: Path) -> None:
     recording = record(name, recordings, count)

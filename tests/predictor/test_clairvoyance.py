@@ -3,11 +3,13 @@
 import json
 from collections import deque
 
+import numpy as np
 import pytest
 
 from predictor.clairvoyance import BadCosts, Coming, Seer, read_costs
 from predictor.engines.vllm import Queue, Sequence, Settings
 from predictor.prefill_cost import StepCost
+from predictor.prompt import BlockHashes
 from predictor.shadow import State
 
 # 1 ms a token, 10 ms a step.
@@ -64,6 +66,46 @@ def test_a_fork_is_gone_on_with_until_something_else_happens() -> None:
     assert seer.first_token_s("2", late) == pytest.approx(7.56)
     seer.ended_early("2")
     assert seer.first_token_s("3", idle(8.0, newcomer("3", 50))) == pytest.approx(8.06)
+
+
+def blocks(*ids: int) -> BlockHashes:
+    return np.array(ids, np.uint64)
+
+
+def test_blocks_in_common_are_free_only_when_the_last_who_holds_them_has_ended() -> None:
+    # Ten blocks of 16 tokens, of which "a" holds five and "b" one besides two of those five; four are free.
+    settings = Settings(num_gpu_blocks=11, max_num_batched_tokens=100)
+    a = Sequence("a", 79, 79, 99, generated=1, blocks=5)
+    b = Sequence("b", 40, 40, 99, generated=1, blocks=1, shared_blocks=2)
+    coming = [
+        Coming("a", 1.0, 79, 0, 2, blocks(1, 2, 3, 4)),
+        Coming("b", 2.0, 40, 32, 9, blocks(1, 2)),
+        Coming("c", 5.0, 7 * 16, 0, 5),
+        Coming("d", 5.0, 8 * 16 - 1, 0, 5),
+    ]
+
+    def first_token_s(newcomer: Sequence) -> float | None:
+        queue = Queue([a.copy(), b.copy()], deque([newcomer]), free_blocks=4)
+        return Seer(coming, COST).first_token_s(newcomer.id, State(settings, queue, (), 5.0, {"a": 1, "b": 1}))
+
+    # "a" ends after the first step and frees three blocks, not five: enough for seven, not for eight.
+    seven, eight = Sequence("c", 7 * 16, 0, 5), Sequence("d", 8 * 16 - 1, 0, 5)
+    assert first_token_s(seven) == pytest.approx(5.0 + 0.010 + (0.010 + 0.099) + (0.010 + 0.013))
+    # The last token of "b" comes with the eighth step.
+    assert first_token_s(eight) == pytest.approx(5.0 + 8 * 0.010 + (0.010 + 0.100) + (0.010 + 0.027))
+
+
+def test_what_a_preempted_one_finds_again_is_what_was_not_taken_since() -> None:
+    # Both are about to need a block, and only one is free: "b" gives back its four, of which "a" takes one in 16 steps.
+    settings = Settings(num_gpu_blocks=9, max_num_batched_tokens=100)
+    a = Sequence("a", 30, 48, 99, generated=19, blocks=3)
+    b = Sequence("b", 64, 64, 99, generated=1, blocks=4)
+    coming = [Coming("a", 1.0, 30, 0, 21), Coming("b", 2.0, 64, 0, 3, blocks(1, 2, 3, 4)), Coming("c", 5.0, 10, 0, 2)]
+    queue = Queue([a, b], deque([Sequence("c", 10, 0, 2)]), free_blocks=1)
+    seer = Seer(coming, COST)
+    # "a" ends with its second step; "b" comes back before "c", and all of its four blocks are still there.
+    state = State(settings, queue, (), 5.0, {"a": 19, "b": 1})
+    assert seer.first_token_s("c", state) == pytest.approx(5.0 + 2 * 0.010 + 0.010 + 0.010 + 0.001)
 
 
 def test_who_never_gets_a_token_is_not_waited_for() -> None:

@@ -184,3 +184,21 @@ def test_a_draw_costs_microseconds_and_a_curve_a_millisecond() -> None:
     sys.stdout.write(f"\none draw {draw_s * 1e6:.1f} us, one curve {fresh_s * 1e3:.2f} ms")
     assert draw_s < 100e-6
     assert fresh_s < 0.015
+
+
+# Before anybody has ended
+
+
+@pytest.mark.parametrize(("shortest", "longest", "slots"), [(1500, 6000, 128), (300, 1500, 25)])
+def test_of_a_wave_that_nobody_has_left_the_length_is_foreseen(shortest: int, longest: int, slots: int) -> None:
+    # Told that 256 are typical, and nothing more than that nobody has ended yet.
+    truth = np.random.default_rng(6).integers(shortest, longest, 1000)
+    for oldest in (int(0.6 * shortest), int(0.9 * shortest)):
+        curve = curve_of([], np.linspace(1, oldest, slots).astype(int).tolist())
+        for share in (0.25, 0.5, 0.75):
+            assert curve.length(share, oldest) == pytest.approx(np.quantile(truth, share), rel=0.4)
+
+
+def test_one_that_goes_on_says_less_than_many() -> None:
+    one, many = (curve_of([], [400] * count).length(0.5, 0) for count in (1, 100))
+    assert 400 < one < 800 < 1600 < many
