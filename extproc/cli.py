@@ -143,7 +143,8 @@ def _backtest(recording: Path, json: Path | None, what_if: Sequence[str], costs:
     foresight = None
     if costs is not None:
         try:
-            foresight = foresee(read_records(read_lines(recording)), read_costs(costs.read_bytes()), overrides)
+            known, rng = read_costs(costs.read_bytes()), np.random.default_rng(_BACKTEST_SEED)
+            foresight = foresee(read_records(read_lines(recording)), known, rng, overrides)
         except BadCosts as fault:
             print(f"{costs}: {fault}", file=sys.stderr)
             return EXIT_USAGE

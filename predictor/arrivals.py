@@ -181,31 +181,34 @@ class CappedPrefill:
             else:
                 room = float(cap if there else self._limit)
                 spare, step_s, until = self._limit - room, cost.fixed_s, left
-            # As many steps as are alike: until one is prefilled, or has generated its output, or comes.
-            steps = until / room
+            own = min(room, until)
+            spare += room - own
+            # As many steps as are alike. Who comes in one of them is part of the next.
+            steps = max(1, int(until / own))
             chunks = []
             for one in there:
-                chunk = min(float(cap), spare) if one.left else 0.0
+                chunk = min(float(cap), one.left, spare)
                 spare -= chunk
                 chunks.append(chunk)
                 if chunk:
-                    steps = min(steps, one.left / chunk)
+                    steps = min(steps, max(1, int(one.left / chunk)))
                 elif not one.left:
-                    steps = min(steps, one.output)
+                    steps = min(steps, max(1, ceil(one.output)))
+                    step_s += cost.per_decode_s
             squares = sum(
                 chunk * (2.0 * one.done + chunk * steps) for chunk, one in zip(chunks, there, strict=True) if chunk
             )
-            each_s = step_s + room * self._token_s + cost.per_token_s * sum(chunks) + cost.per_token_squared_s * squares
-            if place < len(coming) and at_s + steps * each_s > coming[place][0]:
-                steps = max(_ROUNDED, (coming[place][0] - at_s) / each_s)
+            each_s = step_s + own * self._token_s + cost.per_token_s * sum(chunks) + cost.per_token_squared_s * squares
+            if place < len(coming):
+                steps = min(steps, max(1, ceil((coming[place][0] - at_s - _ROUNDED_S) / each_s)))
             at_s += steps * each_s
-            left -= steps * room
-            for chunk, one in zip(chunks, there, strict=True):
-                if not one.left:
-                    one.output -= steps
-                elif chunk:
+            left -= steps * own
+            for one, chunk in zip(there, chunks, strict=True):
+                if chunk:
                     one.done += chunk * steps
-                    one.left = max(0.0, one.left - chunk * steps)
+                    one.left -= chunk * steps
                     one.left = one.left if one.left > _ROUNDED else 0.0
+                elif not one.left:
+                    one.output -= steps
             there = [one for one in there if one.left or one.output > _ROUNDED]
         return at_s

@@ -121,10 +121,12 @@ class Foresight:
     coming: Mapping[str, Sequence[Coming]]
 
 
-def foresee(records: Iterable[Record], costs: Costs, what_if: WhatIf | None = None) -> Foresight:
+def foresee(
+    records: Iterable[Record], costs: Costs, rng: np.random.Generator, what_if: WhatIf | None = None
+) -> Foresight:
     """Reads a whole recording ahead of its backtest; of its prompts only the lengths and block hashes are kept."""
     overrides = what_if or WhatIf()
-    hasher = BlockHasher(np.random.default_rng(0))
+    hasher = BlockHasher(rng)
     sizes: dict[str, int] = {}
     asked: dict[str, tuple[float, str, int, BlockHashes]] = {}
     ends: dict[str, EndRecord] = {}

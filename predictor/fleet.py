@@ -45,7 +45,7 @@ from predictor.hindsight import Guard, GuardPolicy, Hindsight, Review, Watched, 
 from predictor.interval import Calibration, PoolErrors
 from predictor.kv_events import Batch, Tier
 from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
-from predictor.output_lengths import LengthCurve, OutputLengths, draws
+from predictor.output_lengths import LengthCurve, OutputLengths, Running, draws
 from predictor.pool_cache import CacheSpec, PoolCache, Reuse
 from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample, StepCost
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
@@ -298,8 +298,12 @@ class _Pool:
     def length_curve(self, now_s: float) -> LengthCurve:
         return self.lengths.curve(self._generated, now_s)
 
-    def _generated(self) -> list[int]:
-        return [tokens for worker in self.workers.values() for tokens in worker.shadow.generated()]
+    def _generated(self) -> Running:
+        running = Running()
+        for worker in self.workers.values():
+            shadow = worker.shadow
+            (running.seen if shadow.sees_decodes else running.counted).extend(shadow.generated())
+        return running
 
 
 class _Race:

@@ -21,13 +21,13 @@ import numpy.typing as npt
 
 # The newest ends that are remembered.
 _WINDOW = 2000
-# Before anything has ended a guess holds, as if so many had: spread as Weibull has it. A heavier tail does harm: nobody
-# would ever be expected to leave. And where lengths were spread wide, some would have ended soon.
+# Before anything has ended a guess holds, as if so many had: spread like an exponential about the typical length. A
+# heavier tail does harm: nobody would ever be expected to leave.
 _GUESSES, _GUESS_WEIGHT = 32, 0.125
-_SHAPE = 3.0
-# What is said to be typical may be off by a factor of e^this; what has ended or goes on tells more.
-_DOUBT = 1.0
-_SCALES = np.linspace(-3.0, 6.0, 37)
+# Where some are seen to go on, outputs are taken to be alike (a Weibull distribution of this shape): were they spread
+# wide, somebody would have ended soon. What was called typical may be off by a factor of e^this.
+_SHAPE, _DOUBT = 3.0, 1.0
+_SCALES = np.linspace(-3.0, 6.0, 37)  # logarithms of what the median may be, as a multiple of the typical length
 # A curve is drawn anew when so much of what it rests on is new, and not more often than this.
 _NEW_RATIO, _AT_FIRST_S, _LATER_S, _FEW = 1 / 16, 1.0, 10.0, 100
 _LONGEST = 1 << 20
@@ -76,6 +76,15 @@ class LengthCurve:
         return tokens if max_tokens is None else max(1, min(tokens, max_tokens))
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What each request that still decodes has generated so far, in tokens: seen in its blocks as they are stored, or
+    only counted by the time that steps should take."""
+
+    seen: list[int] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
+
+
 def draws(rng: np.random.Generator, samples: int) -> tuple[float, ...]:
     """Numbers from [0, 1) for `LengthCurve.length`, one for each imagined future, evenly spread over them."""
     places = list(range(samples))
@@ -93,7 +102,7 @@ class OutputLengths:
         self._ended: deque[tuple[int, bool]] = deque(maxlen=_WINDOW)  # tokens, and whether it ended by itself
         self._new = 0
         self._drawn_s = float("-inf")
-        self._curve = _draw(self._ended, (), self._typical)
+        self._curve = _draw(self._ended, Running(), self._typical)
 
     def __len__(self) -> int:
         return len(self._ended)
@@ -104,8 +113,8 @@ class OutputLengths:
             self._ended.append((tokens, max_tokens is None or tokens < max_tokens))
             self._new += 1
 
-    def curve(self, running: Callable[[], Iterable[int]], now_s: float) -> LengthCurve:
-        """The present curve. `running` gives what each request that still decodes has generated so far, if asked."""
+    def curve(self, running: Callable[[], Running], now_s: float) -> LengthCurve:
+        """The present curve; `running` is asked when it is drawn anew."""
         few = len(self._ended) < _FEW
         pause_s = _AT_FIRST_S if few else _LATER_S
         if now_s - self._drawn_s >= pause_s and (few or self._new > len(self._ended) * _NEW_RATIO):
@@ -121,17 +130,15 @@ class OutputLengths:
         """Begins with what an earlier process has learned."""
         self._ended.extendleft(reversed([(tokens, whole) for tokens, whole in memory if 0 < tokens <= _LONGEST]))
         self._drawn_s = float("-inf")
-        self._curve = _draw(self._ended, (), self._typical)
+        self._curve = _draw(self._ended, Running(), self._typical)
 
 
-def _draw(ended: Iterable[tuple[int, bool]], running: Iterable[int], typical: int) -> LengthCurve:
+def _draw(ended: Iterable[tuple[int, bool]], running: Running, typical: int) -> LengthCurve:
     """Kaplan and Meier's estimate, with the guess as a few more ends."""
     known = list(ended)
-    alive = [tokens for tokens in running if tokens > 0]
-    lengths_seen = np.array([*(one for one, _ in known), *alive], float)
-    ends_seen = np.array([*(float(one) for _, one in known), *(0.0 for _ in alive)])
-    shares = (np.arange(_GUESSES) + 0.5) / _GUESSES
-    guesses = np.ceil(_median(lengths_seen, ends_seen, typical) * (-np.log2(1 - shares)) ** (1 / _SHAPE))
+    seen = [tokens for tokens in running.seen if tokens > 0]
+    alive = seen + [tokens for tokens in running.counted if tokens > 0]
+    guesses = _guess(known, seen, typical)
     tokens = np.concatenate([guesses, [one for one, _ in known], alive])
     whole = np.concatenate([np.ones(_GUESSES), [float(one) for _, one in known], np.zeros(len(alive))])
     weight = np.ones(len(tokens))
@@ -152,13 +159,17 @@ def _draw(ended: Iterable[tuple[int, bool]], running: Iterable[int], typical: in
     )
 
 
-def _median(tokens: npt.NDArray[np.float64], ended: npt.NDArray[np.float64], typical: int) -> float:
-    """Of lengths spread as the guess is, the likely median, if so many have ended after these tokens and the rest goes
-    on; `typical` is what it would be without them."""
-    if not len(tokens):
-        return float(typical)
-    # By scale and length: survival is 2^-x with x = (t / m)^shape, and the density is proportional to x times that.
+def _guess(ended: list[tuple[int, bool]], seen: list[int], typical: int) -> npt.NDArray[np.float64]:
+    """Lengths evenly spread over what is likely."""
+    shares = (np.arange(_GUESSES) + 0.5) / _GUESSES
+    halvings = -np.log2(1 - shares)
+    if not seen:
+        return np.ceil(typical * halvings)
+    tokens = np.array([*(one for one, _ in ended), *seen], float)
+    whole = np.array([*(float(one) for _, one in ended), *(0.0 for _ in seen)])
+    # By median and length: 2^-x outlive a length of x = (length / median)^shape, and the density goes with x times that.
     powers = _SHAPE * (np.log(tokens / typical)[None, :] - _SCALES[:, None])
-    likelihood = (powers * ended - log(2.0) * np.exp(powers)).sum(axis=1) - 0.5 * (_SCALES / _DOUBT) ** 2
+    likelihood = (powers * whole - log(2.0) * np.exp(powers)).sum(axis=1) - 0.5 * (_SCALES / _DOUBT) ** 2
     weight = np.exp(likelihood - likelihood.max())
-    return float(typical * np.exp((weight * _SCALES).sum() / weight.sum()))
+    median = typical * np.exp((weight * _SCALES).sum() / weight.sum())
+    return np.ceil(median * halvings ** (1 / _SHAPE))

@@ -179,6 +179,11 @@ class Shadow:
         return [seq.generated for seq in self._queue.running if not seq.prefilling]
 
     @property
+    def sees_decodes(self) -> bool:
+        """Whether what is generated is seen as it comes, and not only counted by how long a step should take."""
+        return self._sees_blocks
+
+    @property
     def free_blocks(self) -> int | None:
         """KV space that nobody holds; None where it is never short."""
         return self._queue.free_blocks

@@ -179,7 +179,7 @@ def test_what_cannot_be_is_refused_by_name(override: str, says: str) -> None:
 def test_told_costs_lengths_and_arrivals_it_is_exact(per_s: float, engines: int) -> None:
     records = record_fleet(np.random.default_rng(8), [QUICK] * engines, LIMITS, requests=300, per_s=per_s)
     costs = read_costs(b'{"a": 30e-6, "b": 37e-12, "c": 0.005, "d": 50e-6}')
-    backtest = Backtest(np.random.default_rng(1), foresight=foresee(records, costs))
+    backtest = Backtest(np.random.default_rng(1), foresight=foresee(records, costs, np.random.default_rng(2)))
     backtest.run(records)
     found = accuracy(backtest.outcomes)
     assert found is not None
@@ -190,7 +190,8 @@ def test_told_costs_lengths_and_arrivals_it_is_exact(per_s: float, engines: int)
 
 def test_told_wrong_costs_it_does_not_learn_better_ones() -> None:
     records = record_fleet(np.random.default_rng(8), [QUICK], LIMITS, requests=100, per_s=1.0)
-    backtest = Backtest(np.random.default_rng(1), foresight=foresee(records, read_costs(b'{"a": 60e-6, "c": 0.005}')))
+    foresight = foresee(records, read_costs(b'{"a": 60e-6, "c": 0.005}'), np.random.default_rng(2))
+    backtest = Backtest(np.random.default_rng(1), foresight=foresight)
     backtest.run(records)
     ratios = [one.predicted_ttft_s / one.actual_ttft_s for one in backtest.outcomes if one.actual_ttft_s]
     assert np.median(ratios[50:]) > 1.5
