@@ -199,7 +199,7 @@ class CappedPrefill:
                 chunk * (2.0 * one.done + chunk * steps) for chunk, one in zip(chunks, there, strict=True) if chunk
             )
             each_s = step_s + own * self._token_s + cost.per_token_s * sum(chunks) + cost.per_token_squared_s * squares
-            if place < len(coming):
+            if place < len(coming) and at_s + steps * each_s > coming[place][0]:
                 steps = min(steps, max(1, ceil((coming[place][0] - at_s - _ROUNDED_S) / each_s)))
             at_s += steps * each_s
             left -= steps * own

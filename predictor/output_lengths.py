@@ -164,12 +164,14 @@ def _guess(ended: list[tuple[int, bool]], seen: list[int], typical: int) -> npt.
     shares = (np.arange(_GUESSES) + 0.5) / _GUESSES
     halvings = -np.log2(1 - shares)
     if not seen:
-        return np.ceil(typical * halvings)
+        vague: npt.NDArray[np.float64] = np.ceil(typical * halvings)
+        return vague
     tokens = np.array([*(one for one, _ in ended), *seen], float)
     whole = np.array([*(float(one) for _, one in ended), *(0.0 for _ in seen)])
-    # By median and length: 2^-x outlive a length of x = (length / median)^shape, and the density goes with x times that.
+    # By median and length: 2^-x outlive one of x = (length / median)^shape, and the density goes with x times that.
     powers = _SHAPE * (np.log(tokens / typical)[None, :] - _SCALES[:, None])
     likelihood = (powers * whole - log(2.0) * np.exp(powers)).sum(axis=1) - 0.5 * (_SCALES / _DOUBT) ** 2
     weight = np.exp(likelihood - likelihood.max())
     median = typical * np.exp((weight * _SCALES).sum() / weight.sum())
-    return np.ceil(median * halvings ** (1 / _SHAPE))
+    alike: npt.NDArray[np.float64] = np.ceil(median * halvings ** (1 / _SHAPE))
+    return alike
