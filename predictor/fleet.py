@@ -834,7 +834,7 @@ class Fleet:
             home.cache.learn(ticket.worker, ticket_id, usage.cached_tokens)
         if judged:
             home.cache.served(ticket.worker, ticket_id, _told_length(ticket, usage), usage.cached_tokens)
-        seen_tokens = home.cache.release(ticket.worker, ticket_id)
+        seen_tokens = home.cache.release(ticket.worker, ticket_id, _computed_tokens(ticket, usage) if judged else None)
         evicts = home.cache.computes_what_it_stores(ticket.worker)
         worker.shadow.finish(ticket_id, now_s, usage.output_tokens, evicts)
         self._look_back(home, worker, now_s)
@@ -1139,6 +1139,12 @@ def _told_length(ticket: Ticket, usage: Usage) -> int | None:
     if usage.prompt_tokens is not None or not ticket.forecast.exact_tokens:
         return usage.prompt_tokens
     return ticket.forecast.prompt_tokens
+
+
+def _computed_tokens(ticket: Ticket, usage: Usage) -> int | None:
+    """The tokens of a request that was served, and of its answer, if both are known."""
+    prompt_tokens = _told_length(ticket, usage)
+    return None if prompt_tokens is None or usage.output_tokens is None else prompt_tokens + usage.output_tokens
 
 
 def _endpoints(ranked: Iterable[WorkerSpec]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 from predictor.cache_index import CacheIndex, TierCaps, TieredRun
 from predictor.engines.reuse import ReuseRule
 from predictor.first_stored import FirstStored
+from predictor.just_ended import JustEnded
 from predictor.kv_events import Batch, Bundle, Cleared, Stored, Tier
 from predictor.last_use import LastUse
 from predictor.prefixes_ahead import PrefixesAhead
@@ -69,6 +70,7 @@ class _Cache:
     family: HashFamily
     capacity: int | None
     ahead: PrefixesAhead = field(default_factory=PrefixesAhead)
+    just_ended: JustEnded = field(default_factory=JustEnded)
     first_stored: FirstStored = field(default_factory=FirstStored)
     last_use: LastUse = field(default_factory=LastUse)
     correction: ReuseCorrection = field(default_factory=ReuseCorrection)
@@ -115,6 +117,7 @@ class PoolCache:
         self._indexes[cache.family].clear(worker)
         cache.view.cleared()
         cache.last_use.cleared()
+        cache.just_ended.clear()
 
     def view(self, worker: str) -> ViewTrust:
         """How far the worker's view is believed."""
@@ -141,6 +144,7 @@ class PoolCache:
                 self._indexes[cache.family].apply(worker, event)
                 if isinstance(event, Cleared):
                     cache.last_use.cleared()
+                    cache.just_ended.clear()
             else:
                 on_device = event.tier is Tier.DEVICE
                 if on_device:
@@ -148,7 +152,10 @@ class PoolCache:
                 first = self._indexes[cache.family].apply(worker, event, self._before(cache, event))
                 if on_device and event.hashes:
                     runs.append(StoredRun(first, event.parent, event.hashes[-1], len(event.hashes)))
-        cache.last_use.stored(sum(run.blocks for run in runs))
+        blocks = sum(run.blocks for run in runs)
+        cache.last_use.stored(blocks)
+        if len(cache.just_ended) and batch.events:
+            cache.just_ended.heard(blocks, cache.capacity)
         if cache.first_stored.waiting:
             for run in runs:
                 if run.first is not None:
@@ -186,14 +193,15 @@ class PoolCache:
         }
 
     def _reuse(self, cache: _Cache, prompt: Prompt, run: TieredRun) -> Reuse:
-        if run == _NO_RUN and not (len(cache.ahead) and cache.rule.shares_in_flight and self._ahead(cache, prompt, 0)):
+        if run == _NO_RUN and not self._coming(cache, prompt, 0):
             return _NOTHING
         size = cache.family.block_size
         promised = cache.rule.reusable_tokens(run.blocks * size, size, prompt.token_count)
         run = _first_blocks(run, cache.view.credited(run.blocks))
         device, host, storage = run
-        if cache.rule.shares_in_flight and len(cache.ahead):
-            device = self._ahead(cache, prompt, device)
+        coming = self._coming(cache, prompt, device)
+        if coming > device:
+            device = coming
             # What will be on the device by then needs no loading.
             host, storage = max(0, min(host, run.blocks - storage - device)), max(0, min(storage, run.blocks - device))
         by_rule = cache.rule.reusable_tokens((device + host + storage) * size, size, prompt.token_count)
@@ -224,6 +232,14 @@ class PoolCache:
         by_rule = left * size
         return Reuse(cache.correction.apply(by_rule, size), 0, 0, 0.0, by_rule, min(reuse.promised, by_rule))
 
+    def _coming(self, cache: _Cache, prompt: Prompt, known: int) -> int:
+        """Leading blocks that are known, that will have been stored at a newcomer's turn, or that were and are not
+        announced."""
+        if len(cache.just_ended) and cache.view.whole:
+            hashes = prompt.hashes.get(cache.family, _NO_HASHES)
+            known = cache.just_ended.run(hashes, prompt.token_count, known)
+        return self._ahead(cache, prompt, known) if cache.rule.shares_in_flight else known
+
     @staticmethod
     def _ahead(cache: _Cache, prompt: Prompt, known: int) -> int:
         """Leading blocks that are known, or that requests ahead will have stored."""
@@ -248,13 +264,18 @@ class PoolCache:
         cache.ahead.add(request_id, hashes)
         cache.first_stored.add(request_id, hashes)
 
-    def release(self, worker: str, request_id: str) -> int | None:
-        """The request is not here any more; the tokens that it was seen to reuse, if it was seen to store any."""
+    def release(self, worker: str, request_id: str, computed_tokens: int | None = None) -> int | None:
+        """The request is not here any more; the tokens that it was seen to reuse, if it was seen to store any.
+
+        `computed_tokens`: of its prompt and its answer, if it was served.
+        """
         cache = self._caches[worker]
         cache.credited.pop(request_id, None)
         hashes = cache.ahead.remove(request_id)
         if hashes is not None:
             cache.last_use.used(hashes)
+            if computed_tokens is not None:
+                cache.just_ended.add(hashes, computed_tokens, cache.family)
         blocks = cache.first_stored.end(request_id)
         return None if blocks is None else blocks * cache.family.block_size
 

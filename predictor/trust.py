@@ -25,9 +25,14 @@ class ViewTrust:
         """The engine serves, and never says what it stores."""
         return self.unannounced >= _SILENT_REQUESTS
 
+    @property
+    def whole(self) -> bool:
+        """It shows all that the engine has announced."""
+        return self.trust is Trust.LIVE and not self.silent
+
     def credited(self, blocks: int) -> int:
         """Of a run of so many blocks those that a forecast may count on."""
-        if self.trust is Trust.LIVE and not self.silent:
+        if self.whole:
             return blocks
         if self.trust is Trust.LOST or self.silent:
             return 0

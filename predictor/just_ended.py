@@ -1,0 +1,82 @@
+"""Requests that have just ended, and whose last blocks their engine may not have been heard to announce.
+
+The next turn of a conversation can be quicker than the events of the answer before it: they come by another way. What
+an engine has computed of a request that is over is there all the same, and of what comes next it is the most recently
+used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from predictor.prompt import BlockHashes, HashFamily
+
+_REMEMBERED = 8
+# Batches until what an engine published before it answered has surely come.
+_UNTIL_ANNOUNCED = 8
+# Or until so large a part of the device has been stored anew: what was used last is far from being evicted then.
+_TURNED_SHARE = 8
+# So many blocks of an answer may have been generated and not announced. Where more is missing the newcomer does not go
+# on from the answer as it was generated: templates leave out what a model thought.
+_UNANNOUNCED_BLOCKS = 2
+
+
+@dataclass(slots=True)
+class _Ended:
+    hashes: BlockHashes  # of the prompt
+    first: int
+    tokens: int  # prompt and answer
+    blocks: int  # full ones, of both
+    batches: int = 0  # heard since
+    stored: int = 0  # blocks, since
+
+
+class JustEnded:
+    """One worker's."""
+
+    def __init__(self) -> None:
+        self._ended: deque[_Ended] = deque(maxlen=_REMEMBERED)
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def add(self, hashes: BlockHashes, tokens: int, family: HashFamily) -> None:
+        """A request was served; with its prompt and its answer it had so many tokens."""
+        if len(hashes):
+            # The token that was generated last is not computed any more.
+            blocks = max(len(hashes), (tokens - 1 - family.lookahead) // family.block_size)
+            self._ended.append(_Ended(hashes, int(hashes[0]), tokens, blocks))
+
+    def heard(self, stored: int, capacity: int | None) -> None:
+        """A batch of events has come, by which so many blocks were stored on a device of so many."""
+        for one in self._ended:
+            one.batches += 1
+            one.stored += stored
+        while self._ended and (
+            self._ended[0].batches >= _UNTIL_ANNOUNCED
+            or (capacity is not None and self._ended[0].stored * _TURNED_SHARE > capacity)
+        ):
+            self._ended.popleft()
+
+    def clear(self) -> None:
+        self._ended.clear()
+
+    def run(self, hashes: BlockHashes, tokens: int, known: int) -> int:
+        """Leading blocks of a prompt of so many tokens that are known, or must be there."""
+        if not len(hashes):
+            return known
+        first = int(hashes[0])
+        for one in self._ended:
+            if one.first != first or one.blocks <= known:
+                continue
+            length = min(len(hashes), len(one.hashes))
+            differ = np.flatnonzero(hashes[:length] != one.hashes[:length])
+            common = int(differ[0]) if len(differ) else length
+            known = max(known, common)
+            goes_on = common == len(one.hashes) and tokens >= one.tokens and len(hashes) >= one.blocks
+            if goes_on and one.blocks - known <= _UNANNOUNCED_BLOCKS:
+                known = max(known, one.blocks)
+        return known
