@@ -46,7 +46,7 @@ from predictor.interval import Calibration, PoolErrors
 from predictor.kv_events import Batch, Tier
 from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
 from predictor.output_lengths import LengthCurve, OutputLengths, Running, draws
-from predictor.pool_cache import CacheSpec, PoolCache, Reuse
+from predictor.pool_cache import CacheSpec, Left, PoolCache, Reuse
 from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample, StepCost
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
 from predictor.renewal import Renewal
@@ -834,7 +834,7 @@ class Fleet:
             home.cache.learn(ticket.worker, ticket_id, usage.cached_tokens)
         if judged:
             home.cache.served(ticket.worker, ticket_id, _told_length(ticket, usage), usage.cached_tokens)
-        seen_tokens = home.cache.release(ticket.worker, ticket_id, _computed_tokens(ticket, usage) if judged else None)
+        seen_tokens = home.cache.release(ticket.worker, ticket_id, _left(ticket, usage) if judged else None)
         evicts = home.cache.computes_what_it_stores(ticket.worker)
         worker.shadow.finish(ticket_id, now_s, usage.output_tokens, evicts)
         self._look_back(home, worker, now_s)
@@ -1141,10 +1141,13 @@ def _told_length(ticket: Ticket, usage: Usage) -> int | None:
     return ticket.forecast.prompt_tokens
 
 
-def _computed_tokens(ticket: Ticket, usage: Usage) -> int | None:
-    """The tokens of a request that was served, and of its answer, if both are known."""
+def _left(ticket: Ticket, usage: Usage) -> Left | None:
+    """What a request that was served has left in its engine's cache, if that is known."""
     prompt_tokens = _told_length(ticket, usage)
-    return None if prompt_tokens is None or usage.output_tokens is None else prompt_tokens + usage.output_tokens
+    if prompt_tokens is None or usage.output_tokens is None:
+        return None
+    reused = ticket.forecast.cached_tokens if usage.cached_tokens is None else usage.cached_tokens
+    return Left(prompt_tokens + usage.output_tokens, reused)
 
 
 def _endpoints(ranked: Iterable[WorkerSpec]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ class _Ended:
     hashes: BlockHashes  # of the prompt
     first: int
     tokens: int  # prompt and answer
-    blocks: int  # full ones, of both
+    blocks: int  # full ones that whoever has all of the prompt's has as well
     batches: int = 0  # heard since
     stored: int = 0  # blocks, since
 
@@ -43,12 +43,16 @@ class JustEnded:
     def __len__(self) -> int:
         return len(self._ended)
 
-    def add(self, hashes: BlockHashes, tokens: int, family: HashFamily) -> None:
-        """A request was served; with its prompt and its answer it had so many tokens."""
-        if len(hashes):
+    def add(self, hashes: BlockHashes, tokens: int, reused_tokens: int, family: HashFamily) -> None:
+        """A request was served; with its prompt and its answer it had so many tokens, and found so many cached."""
+        if not len(hashes):
+            return
+        blocks = len(hashes)
+        if reused_tokens < blocks * family.block_size:
             # The token that was generated last is not computed any more.
-            blocks = max(len(hashes), (tokens - 1 - family.lookahead) // family.block_size)
-            self._ended.append(_Ended(hashes, int(hashes[0]), tokens, blocks))
+            blocks = max(blocks, (tokens - 1 - family.lookahead) // family.block_size)
+        # Else others have the same blocks, and may go on from them in another way.
+        self._ended.append(_Ended(hashes, int(hashes[0]), tokens, blocks))
 
     def heard(self, stored: int, capacity: int | None) -> None:
         """A batch of events has come, by which so many blocks were stored on a device of so many."""

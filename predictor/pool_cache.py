@@ -60,6 +60,13 @@ class Reuse(NamedTuple):
         return Reuse(tokens, 0, 0, 0.0, min(tokens, self.by_rule), min(tokens, self.promised))
 
 
+class Left(NamedTuple):
+    """What a request that was served has left in a cache: tokens of its prompt and its answer, and those it found."""
+
+    tokens: int
+    reused_tokens: int
+
+
 _NOTHING, _NO_RUN = Reuse(), TieredRun(0)
 
 
@@ -264,18 +271,18 @@ class PoolCache:
         cache.ahead.add(request_id, hashes)
         cache.first_stored.add(request_id, hashes)
 
-    def release(self, worker: str, request_id: str, computed_tokens: int | None = None) -> int | None:
+    def release(self, worker: str, request_id: str, left: Left | None = None) -> int | None:
         """The request is not here any more; the tokens that it was seen to reuse, if it was seen to store any.
 
-        `computed_tokens`: of its prompt and its answer, if it was served.
+        `left`: what it has left behind, if it was served.
         """
         cache = self._caches[worker]
         cache.credited.pop(request_id, None)
         hashes = cache.ahead.remove(request_id)
         if hashes is not None:
             cache.last_use.used(hashes)
-            if computed_tokens is not None:
-                cache.just_ended.add(hashes, computed_tokens, cache.family)
+            if left is not None:
+                cache.just_ended.add(hashes, left.tokens, left.reused_tokens, cache.family)
         blocks = cache.first_stored.end(request_id)
         return None if blocks is None else blocks * cache.family.block_size
 

@@ -80,6 +80,14 @@ def test_an_answer_of_which_more_is_missing_was_not_taken_over_as_it_was() -> No
     assert chat.ask([*ASKED, *range(7000, 7600)]) == 5 * SIZE
 
 
+def test_of_an_answer_to_a_prompt_whose_blocks_all_are_others_as_well_nothing_is_credited_to_them() -> None:
+    chat = Chat()
+    chat.ask(ASKED)
+    # Both have the first one's five blocks, say a system prompt, and differ in what is no full block yet.
+    chat.ask([*ASKED[:80], *range(7000, 7008)], len(ANSWER))
+    assert chat.ask([*ASKED[:80], *range(9000, 9060)]) == 5 * SIZE
+
+
 def test_who_was_not_served_has_left_nothing_for_certain() -> None:
     chat = Chat()
     chat.ask(ASKED, len(ANSWER), served=False)
@@ -122,7 +130,7 @@ def test_nothing_is_there_of_a_cache_that_was_emptied_or_that_nobody_knows(chat:
 def test_few_are_remembered() -> None:
     ended = JustEnded()
     for number in range(100):
-        ended.add(np.array([number + 1], np.uint64), SIZE, FAMILY)
+        ended.add(np.array([number + 1], np.uint64), SIZE, 0, FAMILY)
     assert len(ended) == 8
     assert ended.run(np.array([100], np.uint64), SIZE, 0) == 1
     assert ended.run(np.array([1], np.uint64), SIZE, 0) == 0
