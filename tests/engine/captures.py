@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tests.engine.traces import InProcessLmcache, VirtualSglang, VirtualVllm
+from tests.engine.traces import InProcessLmcache, LmcacheServer, VirtualSglang, VirtualVllm
 from tests.engine.workload import Shape
 
 CAPTURES = Path(__file__).parents[1] / "predictor" / "kv_captures.msgpack"
@@ -39,6 +39,7 @@ _ENGINES: dict[str, _Recorded] = {
     "sglang 0.5.23, eagle": replace(_SGLANG, eagle=True),
     "sglang 0.5.23, hierarchical cache": replace(_SGLANG, host_ratio=1.5),
     "lmcache 0.5.6 in vllm": InProcessLmcache(chunk_tokens=32, conversations=10, turns=4),
+    "lmcache server 0.5.6": LmcacheServer(chunk_tokens=32, chunks=40, restarts_every=15, conversations=10, turns=4),
 }
 
 

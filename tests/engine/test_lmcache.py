@@ -1,4 +1,4 @@
-"""Our view of the host tier against LMCache's own in-process cache engine, which runs on a CPU as well."""
+"""Our view of the host tier against LMCache's own in-process cache engine and what its server tells, on a CPU."""
 
 import logging
 from collections import Counter
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from predictor.kv_events import decode_batch
+from predictor.kv_events import Removed, decode_batch
 from predictor.pool_cache import CacheSpec, PoolCache
 from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt, as_tokens
-from tests.engine.traces import InProcessLmcache
+from tests.engine.traces import InProcessLmcache, LmcacheServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -40,6 +40,14 @@ def test_of_a_full_memory_whose_size_is_told_hardly_anything_is_credited_that_it
     assert told.under < 0.3 * told.asked
 
 
+def test_of_its_server_just_what_it_holds_is_credited_while_it_evicts_and_after_it_came_back_empty() -> None:
+    told = follow(LmcacheServer(chunk_tokens=CHUNK_TOKENS), CacheSpec())
+    assert (told.over, told.under) == (0, 0)
+    assert told.had_tokens > 10_000
+    assert told.removals > 100
+    assert not told.skipped
+
+
 @dataclass(slots=True)
 class Told:
     """How many prompts were credited with more or with less than the engine had of them."""
@@ -48,15 +56,18 @@ class Told:
     over: int = 0
     under: int = 0
     had_tokens: int = 0
+    removals: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
 
 
-def follow(engine: InProcessLmcache, spec: CacheSpec) -> Told:
+def follow(engine: InProcessLmcache | LmcacheServer, spec: CacheSpec) -> Told:
     hasher = BlockHasher(np.random.default_rng(1))
     cache = PoolCache(hasher)
     cache.join("w", spec, FAMILY.block_size, 100_000)
     told = Told()
     for kind, *record in engine.records():
+        if kind == "batch":
+            cache.apply("w", decode_batch(*record))
         if kind != "store":
             continue
         ids, hit_tokens, payload = record
@@ -69,6 +80,7 @@ def follow(engine: InProcessLmcache, spec: CacheSpec) -> Told:
         cache.book("w", request_id, prompt, credited.by_rule)
         batch = decode_batch(payload)
         told.skipped.update(batch.skipped)
+        told.removals += sum(len(event.hashes) for event in batch.events if isinstance(event, Removed))
         cache.apply("w", batch)
         cache.release("w", request_id)
         told.asked += 1

@@ -88,13 +88,32 @@ class InProcessLmcache:
     seed: int = 20261130
 
     def records(self) -> Iterator[list[Any]]:
-        home = engine_home()
-        command = [str(home / "venv" / "bin" / "python"), "-W", "ignore", str(HERE / "vllm-side" / "lmcache_trace.py")]
-        environment = {
-            "PYTHONPATH": str(home / "lmcache"), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
-            "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR",
-        }  # fmt: skip
-        return _records([*command, json.dumps(asdict(self))], environment)
+        return _lmcache_records("lmcache_trace.py", asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class LmcacheServer:
+    """The event log of LMCache's multiprocess server, and its way to vLLM's stream; a memory of so many chunks."""
+
+    chunk_tokens: int = 256
+    chunks: int = 100
+    restarts_every: int = 97  # prompts
+    conversations: int = 40
+    turns: int = 8
+    seed: int = 20261130
+
+    def records(self) -> Iterator[list[Any]]:
+        return _lmcache_records("lmcache_server_trace.py", asdict(self))
+
+
+def _lmcache_records(script: str, options: dict[str, Any]) -> Iterator[list[Any]]:
+    home = engine_home()
+    command = [str(home / "venv" / "bin" / "python"), "-W", "ignore", str(HERE / "vllm-side" / script)]
+    environment = {
+        "PYTHONPATH": str(home / "lmcache"), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
+        "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR",
+    }  # fmt: skip
+    return _records([*command, json.dumps(options)], environment)
 
 
 def _records(command: list[str], environment: dict[str, str]) -> Iterator[list[Any]]:
