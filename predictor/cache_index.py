@@ -22,8 +22,8 @@ from predictor.prompt import BlockHasher, BlockHashes, HashFamily
 
 _MASK = (1 << 64) - 1
 _NEVER = (1 << 32) - 1  # `born` counts up to here before it is renumbered
-# From so many blocks on, numpy's calls are cheaper than a loop.
-_MANY = 192
+# From so many blocks on, numpy's calls are cheaper than a loop: in tables, and where hashes are chained.
+_MANY, _SEVERAL = 192, 12
 # What other tiers may hold where nobody says, in blocks of the device; and without any word at all, blocks.
 _HOST_SHARE, _STORAGE_SHARE, _DEFAULT_CAP = 8, 32, 1 << 22
 _PARKED_AT_MOST = 16_384  # orphan blocks a holder
@@ -322,7 +322,11 @@ class CacheIndex:
             parent = self._hasher.root if event.parent is None else self._resolve(view, event.parent, holder)
         digests = self._digests(event, ratio)
         if parent is not None and len(event.hashes) < _MANY and ratio == 1:
-            chained = self._hasher.chain_few(parent, event.tokens, size, digests, event.ahead)
+            if len(event.hashes) < _SEVERAL:
+                chained = self._hasher.chain_few(parent, event.tokens, size, digests, event.ahead)
+            else:
+                extras = None if digests is None else np.array(digests, np.uint64)
+                chained = self._hasher.chain(parent, event.tokens, size, extras, event.ahead).tolist()
             self._hold_few(holder, event.hashes, chained)
             first = chained[0] if chained else None
         else:

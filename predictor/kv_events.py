@@ -453,6 +453,7 @@ def _bundle(items: Sequence[object], start: int) -> tuple[Bundle | Removed | Non
     parents: list[int | None] = []
     ids: list[int] = []
     size = 0
+    in_front, in_front_blocks = start, 0  # where the removals before all stores end
     first = items[start]
     group = first.group_idx if isinstance(first, (_PlainStored, _PlainRemoved)) else None
     end = start
@@ -486,11 +487,17 @@ def _bundle(items: Sequence[object], start: int) -> tuple[Bundle | Removed | Non
             ):
                 break
             removed += item.block_hashes
+            if not lengths:
+                in_front, in_front_blocks = end + 1, len(removed)
         else:
             break
         end += 1
         if len(hashes) + len(removed) >= _MOST_BUNDLED:
             break
+    if 0 < len(lengths) < _FEWEST_BUNDLED <= in_front - start:
+        # What is evicted for a step's one prompt, before it.
+        del removed[in_front_blocks:]
+        lengths, end = [], in_front
     if end - start < _FEWEST_BUNDLED or 0 < len(lengths) < _FEWEST_BUNDLED:
         return None, max(end, start + 1)
     try:

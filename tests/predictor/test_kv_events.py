@@ -534,6 +534,15 @@ def test_no_part_of_a_long_event_takes_long() -> None:
     assert (sum(sizes), max(sizes)) == (blocks, 512)
 
 
+def test_what_a_prompt_has_evicted_before_it_is_told_as_one_and_the_prompt_by_itself() -> None:
+    removals: list[object] = [removal_map(100 + number) for number in range(32)]
+    (batch,) = decode_pieces(encode(*removals, as_map(extra_keys=None), removal_map(7)), 100)
+    gone, prompt, last = batch.events
+    assert gone == Removed(tuple(range(100, 132)), Tier.DEVICE, 0)
+    assert isinstance(prompt, Stored)
+    assert last == Removed((7,), Tier.DEVICE, 0)
+
+
 def is_stored(event: KvEvent) -> TypeGuard[Stored]:
     return isinstance(event, Stored)
 
