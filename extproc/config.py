@@ -172,6 +172,8 @@ class EngineSettings(_Section, frozen=True):
     max_num_batched_tokens: _Positive | None = None
     max_num_seqs: _Positive | None = None
     long_prefill_token_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_model_len: _Positive | None = None
     schedule_conservativeness: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     enable_mixed_chunk: bool = False

@@ -235,6 +235,8 @@ def read_vllm_about(
         or _int(scheduler.get("max_num_batched_tokens"), _MOST_TOKENS),
         "max_num_seqs": _int(scheduler.get("max_num_seqs"), _MOST_REQUESTS),
         "long_prefill_token_threshold": _int(scheduler.get("long_prefill_token_threshold"), _MOST_TOKENS, least=0),
+        "long_prefill_token_threshold_adaptive": _bool(scheduler.get("long_prefill_token_threshold_adaptive")),
+        "scheduling_policy": _policy(scheduler.get("policy")),
         "block_size": _int(cache.get("block_size"), MAX_BLOCK_SIZE),
         "num_gpu_blocks": _int(cache.get("num_gpu_blocks"), _MOST_TOKENS),
         "max_model_len": min(lengths) if lengths else None,
@@ -290,6 +292,14 @@ def _positive(value: object, most: float) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return float(value) if 0 < value <= most else None
+
+
+def _bool(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _policy(value: object) -> str | None:
+    return value if isinstance(value, str) and value in ("fcfs", "priority") else None
 
 
 def _number(value: bytes, most: float) -> float | None:

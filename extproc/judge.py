@@ -126,6 +126,7 @@ class Judge:
             tenant=wishes.tenant,
             session=wishes.session,
             adapter=request.adapter,
+            priority=request.priority,
         )
         took_s = self._clock() - body_at_s
 

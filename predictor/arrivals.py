@@ -11,7 +11,7 @@ from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass
 from math import ceil, exp, log
 
-from predictor.engines.vllm import Settings
+from predictor.engines.vllm import Settings, chunk_cap
 from predictor.prefill_cost import StepCost
 from predictor.timeline import Course
 
@@ -146,6 +146,7 @@ class CappedPrefill:
         "_limit",
         "_output_tokens",
         "_room",
+        "_settings",
         "_spare",
         "_step_s",
         "_token_s",
@@ -156,6 +157,7 @@ class CappedPrefill:
         self, course: Course, token_s: float, tokens: int, output_tokens: int, settings: Settings, cost: StepCost
     ) -> None:
         self._course, self._token_s, self._tokens, self._cost = course, token_s, tokens, cost
+        self._settings = settings
         self._limit = settings.max_num_batched_tokens
         self._cap = min(self._limit, settings.long_prefill_token_threshold or self._limit)
         self._output_tokens = output_tokens
@@ -179,7 +181,7 @@ class CappedPrefill:
             if left > alone + _ROUNDED:
                 room, spare, step_s, until = self._room, self._spare, self._step_s, left - alone
             else:
-                room = float(cap if there else self._limit)
+                room = float(chunk_cap(1 + len(there), self._settings))
                 spare, step_s, until = self._limit - room, cost.fixed_s, left
             own = min(room, until)
             spare += room - own

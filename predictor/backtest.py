@@ -128,7 +128,7 @@ def foresee(
     overrides = what_if or WhatIf()
     hasher = BlockHasher(rng)
     sizes: dict[str, int] = {}
-    asked: dict[str, tuple[float, str, int, BlockHashes]] = {}
+    asked: dict[str, tuple[str, Coming]] = {}
     ends: dict[str, EndRecord] = {}
     for record in records:
         if isinstance(record, WorkerRecord):
@@ -137,17 +137,20 @@ def foresee(
             sizes[record.worker] = size if isinstance(size, int) and size > 0 else Settings().block_size
         elif isinstance(record, RequestRecord):
             hashes = _hashes(record, hasher, sizes.get(record.worker, Settings().block_size))
-            asked[record.id] = record.t, record.worker, _length(record), hashes
+            asked[record.id] = (
+                record.worker,
+                Coming(record.id, record.t, _length(record), 0, _NO_END, record.priority, hashes),
+            )
         elif isinstance(record, EndRecord):
             ends[record.id] = record
     coming: dict[str, list[Coming]] = {}
-    for request_id, (at_s, worker, tokens, hashes) in asked.items():
-        end = ends.get(request_id)
+    for request_id, (worker, one) in asked.items():
         # Who never ended, or was given up, goes on.
-        output = _NO_END if end is None or end.output_tokens is None else max(1, end.output_tokens)
-        cached = 0 if end is None or end.cached_tokens is None else end.cached_tokens
-        foreseen = Coming(request_id, at_s, tokens, min(cached, tokens - 1), output, hashes)
-        coming.setdefault(worker, []).append(foreseen)
+        if (end := ends.get(request_id)) is not None:
+            output = _NO_END if end.output_tokens is None else max(1, end.output_tokens)
+            cached = min(end.cached_tokens or 0, one.prompt_tokens - 1)
+            one = replace(one, cached_tokens=cached, output_tokens=output)
+        coming.setdefault(worker, []).append(one)
     return Foresight(costs, {worker: sorted(them, key=lambda one: one.at_s) for worker, them in coming.items()})
 
 
@@ -302,6 +305,7 @@ class Backtest:
             waited_before_s=record.waited_s,
             streaming=record.streaming,
             max_tokens=record.max_tokens,
+            priority=record.priority,
         )
         in_flight = self._fleet.in_flight_on(record.worker)
         ticket = self._fleet.place_on(record.worker, prompt, wish, self._now_s)

@@ -16,7 +16,7 @@ import numpy as np
 
 from predictor.engines.step_rule import rule_of
 from predictor.engines.vllm import Sequence as Seq
-from predictor.engines.vllm import Settings, Step
+from predictor.engines.vllm import Settings, Step, enqueue
 from predictor.prefill_cost import StepCost
 from predictor.prompt import BlockHashes
 from predictor.shadow import State
@@ -95,6 +95,7 @@ class Coming:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    priority: int = 0
     hashes: BlockHashes = field(default_factory=lambda: _NO_HASHES, compare=False)
 
 
@@ -274,8 +275,10 @@ class _Fork:
             one = coming[self._next]
             self._next += 1
             seq = Seq(one.id, one.prompt_tokens, one.cached_tokens, one.output_tokens)
+            # Numbered after all that the shadow knows.
+            seq.priority, seq.arrived = one.priority, (1 << 40) + self._next
             self._bound(seq)
-            self._queue.waiting.append(seq)
+            enqueue(self._queue, self._settings, seq)
             self._emitted[seq.id] = 0
 
     def _bound(self, seq: Seq) -> None:

@@ -121,6 +121,7 @@ class Wish(msgspec.Struct, frozen=True, gc=False):
     tenant: str | None = None  # who shares the pool with whom, where that counts
     session: str | None = None  # what the caller calls the conversation
     adapter: str | None = None  # LoRA adapter that must be loaded
+    priority: int = 0  # for engines that go by it: less comes first
 
 
 class Attempt(enum.Enum):
@@ -393,10 +394,10 @@ class _Race:
             if len(shadow) <= _FEW and not shadow.timeline_is_fresh and self._budget.left > 0:
                 # A new one is as quickly there as the old one is priced.
                 own = Budget(_FEW_SPANS)
-                timeline: Timeline | Guess = shadow.timeline(self._now_s, own)
+                timeline: Timeline | Guess = shadow.timeline(self._now_s, own, self._wish.priority)
             else:
                 own = self._budget.glance()
-                timeline = shadow.standing_timeline(self._now_s, own)
+                timeline = shadow.standing_timeline(self._now_s, own, self._wish.priority)
             self.prospects.append(self._prospect(worker, timeline, own))
             self.workers.append(worker)
             self._budget.left -= own.used
@@ -409,7 +410,9 @@ class _Race:
 
         def anew(place: int, own: Budget) -> float:
             worker = self.workers[place]
-            self.prospects[place] = self._prospect(worker, worker.shadow.timeline(self._now_s, own), own)
+            self.prospects[place] = self._prospect(
+                worker, worker.shadow.timeline(self._now_s, own, self._wish.priority), own
+            )
             return cost_s(self.prospects[place].forecast)
 
         def cost_s(priced: Forecast) -> float:
@@ -1064,6 +1067,7 @@ class Fleet:
             max_output=wish.max_tokens,
             hashes=hashes,
             draws=drawn,
+            priority=wish.priority,
         )
         shadow.book(seq, now_s)
         worker.arrivals.add(now_s, priced.prompt_tokens - priced.cached_tokens)

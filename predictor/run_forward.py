@@ -144,9 +144,10 @@ class RunForward:
     """Starts from the state after the steps that are under way; `work` counts what was done so far, in spans."""
 
     __slots__ = (
-        "_cap", "_chunked", "_cost", "_decoders", "_ends", "_free", "_gate", "_gone", "_lag", "_late", "_limit",
-        "_mark", "_order", "_phases", "_room", "_size", "_slots", "_stack", "_step", "_tokens", "_waiting",
-        "_waiting_blocks", "_wanted", "_watermark", "clock_s", "first_open", "gated", "spans", "work",
+        "_cap", "_chunked", "_cost", "_decoders", "_ends", "_free", "_gate", "_gone", "_lag", "_late",
+        "_least_cap", "_limit", "_mark", "_order", "_phases", "_room", "_settings", "_size", "_slots", "_stack",
+        "_step", "_tokens", "_waiting", "_waiting_blocks", "_wanted", "_watermark", "clock_s", "first_open", "gated",
+        "spans", "work",
     )  # fmt: skip
 
     def __init__(
@@ -165,6 +166,8 @@ class RunForward:
         self._chunked = settings.enable_chunked_prefill
         self._watermark = settings.watermark_blocks
         self._cap = chunk_cap(2, settings)  # whoever is there is not alone: a newcomer is imagined
+        self._settings = settings
+        self._least_cap = min(self._cap, settings.long_prefill_token_threshold or self._cap)
         # Asynchronous: a step is composed before the one ahead of it shows who has ended.
         self._lag = 1 if settings.async_scheduling else 0
         self._gate = queue.free_blocks is not None
@@ -283,6 +286,9 @@ class RunForward:
     # Composition
 
     def _compose(self) -> None:
+        if self._settings.long_prefill_token_threshold_adaptive:
+            there = self._decoders + len(self._late) + len(self._waiting)
+            self._cap = chunk_cap(there + 1, self._settings)
         size, gate, cap = self._size, self._gate, self._cap
         preempted = False
         while True:
@@ -453,7 +459,7 @@ class RunForward:
         prompt_tokens, computed, generated, shared, _, _ = one
         left = prompt_tokens + generated - computed
         self._tokens += left
-        self._wanted += min(left, self._cap)
+        self._wanted += min(left, self._least_cap)
         self._waiting_blocks += -(-(prompt_tokens + generated) // self._size) - shared
         if first:
             self._waiting.appendleft(one)
@@ -464,7 +470,7 @@ class RunForward:
         """Takes the head out; returns the tokens that it has to compute."""
         prompt_tokens, computed, generated, shared, _, _ = self._waiting.popleft()
         left = prompt_tokens + generated - computed
-        self._wanted -= min(left, self._cap)
+        self._wanted -= min(left, self._least_cap)
         self._waiting_blocks -= -(-(prompt_tokens + generated) // self._size) - shared
         return left
 

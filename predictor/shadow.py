@@ -21,7 +21,7 @@ import numpy as np
 
 from predictor.engines.sglang import first_ratio, ratio_after
 from predictor.engines.step_rule import rule_of
-from predictor.engines.vllm import Queue, Sequence, Settings, Step, reusable_tokens, undo
+from predictor.engines.vllm import Queue, Sequence, Settings, Step, enqueue, reusable_tokens, undo
 from predictor.outlook import Outlook, Sight
 from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
@@ -141,6 +141,7 @@ class Shadow:
         # The next step is composed once all that this instant brings has been heard: ends and arrivals are part of it.
         self._composes_s: float | None = None
         self._booked_s = 0.0
+        self._arrivals = itertools.count(1)
         self._given_up: Step | None = None  # under way, and it prefills a sequence that has left
         # It could not be let into the newest step, nor into any like it before something else happens than decodes.
         self._kept_out: Sequence | None = None
@@ -239,7 +240,8 @@ class Shadow:
             self._queue.reserve_ratio = first_ratio(self._settings)
         if seq.computed and self.crowded:
             seq.shared_blocks = seq.computed // self._settings.block_size  # what will be left is what somebody holds
-        self._queue.waiting.append(seq)
+        seq.arrived = next(self._arrivals)
+        is_last = enqueue(self._queue, self._settings, seq)
         self._sequences[seq.id] = seq
         self._prefixes.add(seq.id, np.asarray(seq.hashes, np.uint64), seq.computed // self._settings.block_size)
         self._booked_s = now_s
@@ -249,7 +251,10 @@ class Shadow:
         if not self._under_way and self._composes_s is None:
             self._composes_s = now_s + self._cost.overhead_s(seq.prompt_tokens)
             self._interval = _Interval(now_s, arrival_tokens=seq.prompt_tokens)
-        self._outlook.booked(seq)
+        if is_last:
+            self._outlook.booked(seq)
+        else:
+            self._outlook.changed()  # for those that it has overtaken
         self._load = self._wanted = None
 
     def adopt(self, seq: Sequence, now_s: float) -> None:
@@ -532,20 +537,38 @@ class Shadow:
         # Composed by the engine only when this instant is over: the newcomer is part of it.
         return max(now_s, self._composes_s)
 
-    def timeline(self, now_s: float, budget: Budget | None = None) -> Timeline:
+    def timeline(self, now_s: float, budget: Budget | None = None, priority: int | None = None) -> Timeline:
         """The steps to come as of now; computed again only when something has changed since, and as far as there is a
-        budget for it."""
+        budget for it. Who comes with a `priority` may overtake others, where the engine goes by that."""
         begins_s = self.begins_s(now_s)
         self._looked_s = now_s
+        if priority is not None and (ahead := self._ahead_of(priority)) is not None:
+            return self._overtaking(ahead, begins_s, budget)
         return self._outlook.renewed(begins_s, budget)
 
-    def standing_timeline(self, now_s: float, budget: Budget) -> Timeline | Guess:
+    def standing_timeline(self, now_s: float, budget: Budget, priority: int | None = None) -> Timeline | Guess:
         """What was computed before; of what has happened since it knows bookings only. A guess if it is of no use."""
         begins_s = self.begins_s(now_s)
+        if priority is not None and (ahead := self._ahead_of(priority)) is not None:
+            self._looked_s = now_s
+            return self._overtaking(ahead, begins_s, budget)
         timeline = self._outlook.standing(begins_s, budget)
         if timeline is not None and (self._outlook.fresh or self._loaded().prefilling):
             return timeline
         return Guess(begins_s, self._loaded().prefill_tokens, self._settings, self._cost)
+
+    def _ahead_of(self, priority: int) -> Queue | None:
+        """Who is before a newcomer of this priority, if it overtakes anybody."""
+        queue = self._queue
+        if self._settings.scheduling_policy == "fcfs" or not queue.waiting or queue.waiting[-1].priority <= priority:
+            return None
+        return replace(queue, waiting=deque(seq for seq in queue.waiting if seq.priority <= priority))
+
+    def _overtaking(self, ahead: Queue, begins_s: float, budget: Budget | None) -> Timeline:
+        sight = self._look(begins_s, ahead)
+        if budget is not None:
+            budget.left -= sight.run.work
+        return sight.timeline()
 
     @property
     def crowded(self) -> bool:
@@ -608,7 +631,9 @@ class Shadow:
         """Whether nothing has happened since the timeline was computed."""
         return self._outlook.fresh
 
-    def _look(self, begins_s: float) -> Sight:
+    def _look(self, begins_s: float, ahead: Queue | None = None) -> Sight:
+        """`ahead`: of the queue, only that part."""
+        queue = self._queue if ahead is None else ahead
         sequences = self._sequences.values()
         curve = self._lengths(self._looked_s) if self._lengths is not None else None
         if curve is not None:
@@ -620,12 +645,12 @@ class Shadow:
         run, kind = _RUNS[self._settings.family]
         if shares := self._shares(ends):
             run = partial(run, shares=shares)
-        first = run(self._queue, self._settings, self._cost, ends)
+        first = run(queue, self._settings, self._cost, ends)
         count = min((len(seq.draws) for seq in sequences), default=0) - 1
         if curve is None or count < 1:
             return Sight(begins_s, first, None, kind)
         # As it is now: a future is imagined when somebody asks, and by then the queue may have moved on.
-        queue, settings, cost = self._queue, self._settings, self._cost
+        settings, cost = self._settings, self._cost
 
         def length(seq: Sequence, number: int) -> int | None:
             if number >= len(seq.draws):
@@ -637,7 +662,7 @@ class Shadow:
             ahead: RunForward = run(queue, settings, cost, drawn)
             return ahead
 
-        return Sight(begins_s, first, Others(count, imagine, length, self._pace), kind)
+        return Sight(begins_s, first, Others(count, imagine, length, self._pace if ahead is None else None), kind)
 
     def _shares(self, ends: Mapping[str, int]) -> Mapping[str, Share]:
         """Which blocks of those in flight are not free when they end. Who waits ends after who runs, one by one."""

@@ -6,7 +6,17 @@ from typing import Any
 
 import msgspec
 
-from extproc.apis.request import Api, ChatPrompt, LlmRequest, Unreadable, given, openai_error, text_or_none, whole
+from extproc.apis.request import (
+    Api,
+    ChatPrompt,
+    LlmRequest,
+    Unreadable,
+    given,
+    openai_error,
+    rank_or_zero,
+    text_or_none,
+    whole,
+)
 
 
 class _Body(msgspec.Struct):
@@ -23,6 +33,7 @@ class _Body(msgspec.Struct):
     add_special_tokens: Any = False
     prompt_logprobs: Any = None
     cache_salt: Any = None
+    priority: Any = 0
     max_queue_wait_s: Any = None
 
 
@@ -51,6 +62,7 @@ def read(body: bytes) -> LlmRequest:
         reads_cache=fields.prompt_logprobs is None,
         max_queue_wait_s=fields.max_queue_wait_s,
         body_bytes=len(body),
+        priority=rank_or_zero(fields.priority),
     )
 
 

@@ -6,7 +6,16 @@ from typing import Any
 
 import msgspec
 
-from extproc.apis.request import Api, CompletionPrompt, LlmRequest, Unreadable, openai_error, text_or_none, whole
+from extproc.apis.request import (
+    Api,
+    CompletionPrompt,
+    LlmRequest,
+    Unreadable,
+    openai_error,
+    rank_or_zero,
+    text_or_none,
+    whole,
+)
 
 
 class _Body(msgspec.Struct):
@@ -20,6 +29,7 @@ class _Body(msgspec.Struct):
     echo: Any = False
     prompt_logprobs: Any = None
     cache_salt: Any = None
+    priority: Any = 0
     max_queue_wait_s: Any = None
 
 
@@ -41,6 +51,7 @@ def read(body: bytes) -> LlmRequest:
         reads_cache=fields.prompt_logprobs is None and fields.echo is not True,
         max_queue_wait_s=fields.max_queue_wait_s,
         body_bytes=len(body),
+        priority=rank_or_zero(fields.priority),
     )
 
 

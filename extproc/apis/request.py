@@ -49,6 +49,7 @@ class LlmRequest(msgspec.Struct, frozen=True, gc=False):
     max_queue_wait_s: object
     body_bytes: int
     adapter: str | None = None  # the model is this LoRA adapter
+    priority: int = 0  # less comes first, in engines that go by it
 
 
 class Api(msgspec.Struct, frozen=True, gc=False):
@@ -67,6 +68,11 @@ def openai_error(message: str, kind: str, param: str | None, code: str) -> bytes
 def whole(value: object) -> int | None:
     """A positive count of tokens, if that is what it is; engines check such fields themselves."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def rank_or_zero(value: object) -> int:
+    """A priority, if that is what it is."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 62 else 0
 
 
 def text_or_none(value: object) -> str | None:

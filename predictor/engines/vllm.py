@@ -1,4 +1,4 @@
-"""vLLM V1: its step rule, for one full-attention group, first come first served. What it reuses is in `reuse`.
+"""vLLM V1: its step rule, for one full-attention group. What it reuses is in `reuse`.
 
 Mirrors `vllm/v1/core/sched/scheduler.py` (schedule, _preempt_request, _update_after_schedule) and
 `vllm/v1/core/kv_cache_manager.py` (allocate_slots) as read in vLLM 0.32.0.
@@ -7,6 +7,7 @@ Mirrors `vllm/v1/core/sched/scheduler.py` (schedule, _preempt_request, _update_a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ReadOnly
@@ -28,9 +29,11 @@ class Settings:
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 1024
     long_prefill_token_threshold: int = 0  # tokens; 0 = no cap
+    long_prefill_token_threshold_adaptive: bool = False  # or a fair share of a step, if that is more (since 0.31)
     max_model_len: int | None = None
     async_scheduling: bool = False  # a step is composed while the one before it runs
     enable_chunked_prefill: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     watermark: float = 0.0  # part of all blocks that an admission must leave free while others run
     family: Literal["vllm", "sglang"] = "vllm"  # whose step rule holds; see `sglang` for what these are called there
     max_prefill_tokens: int = 16_384  # of a batch, SGLang
@@ -74,6 +77,8 @@ class Sequence:
     shared_blocks: int = 0  # leading blocks that others hold as well and that count for them
     hashes: BlockHashes | ReadOnly[int] = ()  # of the prompt's full blocks
     draws: tuple[float, ...] = ()  # for its output's length, one for each imagined future
+    priority: int = 0  # where the engine goes by it: less comes first
+    arrived: int = 0  # in order
     output_hashes: list[int] = field(default_factory=list)  # of the full blocks after those, as they become known
     credited: int = field(init=False)  # what it was expected to find cached when it came
 
@@ -97,8 +102,13 @@ class Sequence:
     def copy(self) -> Sequence:
         return Sequence(
             self.id, self.prompt_tokens, self.computed, self.expected_output, self.watched, self.generated,
-            self.max_output, self.blocks, self.shared_blocks, self.hashes,
+            self.max_output, self.blocks, self.shared_blocks, self.hashes, (), self.priority, self.arrived,
         )  # fmt: skip
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who waits is admitted, and who runs is preempted last, by this, least first, under the priority policy."""
+        return self.priority, self.arrived
 
 
 @dataclass(slots=True)
@@ -158,15 +168,29 @@ def room_beside(decodes: int, settings: Settings) -> int:
     """Tokens that the only prefill gets in a step, beside so many decodes."""
     if settings.family == "sglang":
         return settings.max_num_batched_tokens
-    left = max(1, settings.max_num_batched_tokens - decodes)
-    cap = settings.long_prefill_token_threshold
-    return min(cap, left) if decodes and cap > 0 else left
+    return min(chunk_cap(decodes + 1, settings), max(1, settings.max_num_batched_tokens - decodes))
 
 
 def chunk_cap(requests: int, settings: Settings) -> int:
     """The most tokens one request gets in a step. The threshold spares a request that is alone (since 0.31)."""
-    threshold = settings.long_prefill_token_threshold
-    return threshold if threshold > 0 and requests > 1 else settings.max_num_batched_tokens
+    threshold, limit = settings.long_prefill_token_threshold, settings.max_num_batched_tokens
+    if threshold <= 0 or requests <= 1:
+        return limit
+    return max(threshold, limit // requests) if settings.long_prefill_token_threshold_adaptive else threshold
+
+
+def enqueue(queue: Queue, settings: Settings, seq: Sequence) -> bool:
+    """One more waits; False if it has overtaken somebody."""
+    waiting = queue.waiting
+    if settings.scheduling_policy == "fcfs" or not waiting or waiting[-1].rank <= seq.rank:
+        waiting.append(seq)
+        return True
+    waiting.insert(bisect_right(waiting, seq.rank, key=_rank), seq)
+    return False
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.rank
 
 
 def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Lookup | None = None) -> Step:
@@ -178,6 +202,7 @@ def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Looku
     budget = settings.max_num_batched_tokens
     cap = chunk_cap(len(queue) + newcomers, settings)
     size = settings.block_size
+    by_priority = settings.scheduling_policy == "priority"
     running, waiting = queue.running, queue.waiting
     free = queue.free_blocks
     chunks: list[tuple[Sequence, int, int]] = []
@@ -195,10 +220,19 @@ def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Looku
         if free is not None:
             need = -(-(computed + want) // size) - seq.blocks - seq.shared_blocks
             while need > free and running:
-                victim = running.pop()
+                place = len(running) - 1
+                if by_priority:
+                    place = max(range(len(running)), key=lambda at: running[at].rank)
+                victim = running.pop(place)
+                if place < index - 1:
+                    index -= 1
+                    budget += _unscheduled(victim, chunks, decodes)
                 free += victim.blocks
                 _give_back(victim)
-                waiting.appendleft(victim)
+                if by_priority:
+                    enqueue(queue, settings, victim)
+                else:
+                    waiting.appendleft(victim)
                 preempted.append(victim)
                 if victim is seq:
                     break
@@ -246,6 +280,24 @@ def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Looku
     is_open = not blocked and not waiting and len(running) < settings.max_num_seqs
     room = min(budget, cap) if is_open else 0
     return Step(tuple(chunks), tuple(decodes), room, tuple(preempted), len(running) - running_before)
+
+
+def _unscheduled(victim: Sequence, chunks: list[tuple[Sequence, int, int]], decodes: list[Sequence]) -> int:
+    """One that gives way is no part of the step any more; returns the tokens that it had in it."""
+    for place, seq in enumerate(decodes):
+        if seq is victim:
+            del decodes[place]
+            victim.computed -= 1
+            victim.generated -= 1
+            return 1
+    for place, (seq, start, end) in enumerate(chunks):
+        if seq is victim:
+            del chunks[place]
+            if end == victim.prompt_tokens + max(0, victim.generated - 1):
+                victim.generated -= 1
+            victim.computed = start
+            return end - start
+    return 0
 
 
 def undo(queue: Queue, step: Step) -> None:

@@ -201,6 +201,7 @@ class Observer:
                     arrival.prompt_tokens,
                     recording.cached[number],
                     arrival.output_tokens,
+                    arrival.priority or 0,
                     self.hasher.prompt_hashes(arrival.tokens(), family, Namespace()),
                 )
                 for number, arrival in enumerate(arrivals)
@@ -226,7 +227,8 @@ class Observer:
                     (recording.work.max_tokens_told or arrivals[what].output_tokens) if self.max_tokens_told else None
                 )
                 bound_s = self.bound_s if what % 2 else None
-                wish = Wish(f"{offset_s}-{what}", now_s, max_tokens=told, max_queue_wait_s=bound_s)
+                priority = arrivals[what].priority or 0
+                wish = Wish(f"{offset_s}-{what}", now_s, max_tokens=told, max_queue_wait_s=bound_s, priority=priority)
                 if self.bound_s is None:
                     ticket = self.fleet.place_on(_WORKER, prompt, wish, now_s)
                 else:
@@ -292,6 +294,8 @@ def observer(
             max_num_batched_tokens=told.max_num_batched_tokens,
             max_num_seqs=told.max_num_seqs,
             long_prefill_token_threshold=told.long_prefill_token_threshold,
+            long_prefill_token_threshold_adaptive=told.long_prefill_token_threshold_adaptive,
+            scheduling_policy=told.scheduling_policy,
             max_model_len=told.max_model_len,
             async_scheduling=told.async_scheduling,
             family=recording.work.engine,

@@ -85,7 +85,14 @@ def test_nobody_is_let_in_by_sglang_whom_the_shadow_has_wait(name: str, count: i
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("trace 0.8", 300), ("trace 1.3", 400), ("decodes, budget 512", 300), ("decodes, 128 slots, async", 240)],
+    [
+        ("trace 0.8", 300),
+        ("trace 1.3", 400),
+        ("trace 1.3, by priority", 300),
+        ("giants, fair shares of 1024", 150),
+        ("decodes, budget 512", 300),
+        ("decodes, 128 slots, async", 240),
+    ],
 )
 def test_a_shadow_that_knew_the_future_would_be_exact(name: str, count: int, recordings: Path) -> None:
     recording = record(name, recordings, count)

@@ -50,7 +50,7 @@ class Arrival:
     """One request. Its prompt is a run of pieces `(seed, length)`: so many random tokens drawn from the seed.
 
     `answer` is the seed of its output, for a later prompt to repeat; None: whatever the engine makes up. `priority`:
-    SGLang's, the higher the sooner."""
+    in SGLang the higher the sooner, in vLLM the later."""
 
     at_s: float
     pieces: tuple[tuple[int, int], ...]
@@ -85,6 +85,8 @@ class EngineSettings:
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
     long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_model_len: int = 310_000
     async_scheduling: bool = False
     # Of SGLang, by its own names.
@@ -310,6 +312,30 @@ def alone(count: int = 24, seed: int = 7) -> Callable[[], Workload]:
     return build
 
 
+def fair_shares(build: Callable[[], Workload]) -> Callable[[], Workload]:
+    """The threshold gives way to a fair share of a step."""
+
+    def built() -> Workload:
+        work = build()
+        return replace(work, settings=replace(work.settings, long_prefill_token_threshold_adaptive=True))
+
+    return built
+
+
+def by_priority(build: Callable[[], Workload], seed: int = 9) -> Callable[[], Workload]:
+    """A third of the requests may overtake, and a third is overtaken."""
+
+    def built() -> Workload:
+        work = build()
+        priorities = np.random.default_rng(seed).integers(-1, 2, len(work.arrivals)).tolist()
+        arrivals = tuple(
+            replace(one, priority=priority) for one, priority in zip(work.arrivals, priorities, strict=True)
+        )
+        return replace(work, settings=replace(work.settings, scheduling_policy="priority"), arrivals=arrivals)
+
+    return built
+
+
 def on_sglang(
     build: Callable[[], Workload], overlap: bool = True, max_tokens_told: int | None = None, **rules: Any
 ) -> Callable[[], Workload]:
@@ -335,6 +361,9 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "decodes, budget 512": decodes(512, 256, False),
     "decodes, 128 slots, async": decodes(8192, 128, True),
     "storm": storm(),
+    "giants, fair shares of 1024": fair_shares(giants(1024)),
+    "trace 1.3, by priority": by_priority(traced(0.5, 1.3, 400_000)),
+    "storm, by priority": by_priority(storm()),
     "sglang trace 1.0": on_sglang(traced(0.5, 1.0, 400_000, output_scale=0.5)),
     "sglang trace 1.3": on_sglang(traced(0.5, 1.3, 400_000, output_scale=0.5)),
     "sglang giants": on_sglang(giants(0)),

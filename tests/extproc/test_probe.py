@@ -288,7 +288,7 @@ SERVER_INFO = {
     "vllm_config": {
         "scheduler_config": {
             "max_num_batched_tokens": 2048, "max_num_seqs": 128, "long_prefill_token_threshold": 0,
-            "max_num_scheduled_tokens": None,
+            "max_num_scheduled_tokens": None, "long_prefill_token_threshold_adaptive": True, "policy": "priority",
         },
         "cache_config": {"block_size": 32, "num_gpu_blocks": 8192},
     }
@@ -326,6 +326,7 @@ def test_vllm_says_what_it_is() -> None:
     assert (about.version, about.ranks, about.models) == ("0.32.0", 2, ("adapter", "m"))
     assert about.settings == {
         "max_num_batched_tokens": 2048, "max_num_seqs": 128, "long_prefill_token_threshold": 0,
+        "long_prefill_token_threshold_adaptive": True, "scheduling_policy": "priority",
         "block_size": 32, "num_gpu_blocks": 8192, "max_model_len": 32768,
     }  # fmt: skip
     assert about.events == {

@@ -78,8 +78,8 @@ def test_blocks_in_common_are_free_only_when_the_last_who_holds_them_has_ended()
     a = Sequence("a", 79, 79, 99, generated=1, blocks=5)
     b = Sequence("b", 40, 40, 99, generated=1, blocks=1, shared_blocks=2)
     coming = [
-        Coming("a", 1.0, 79, 0, 2, blocks(1, 2, 3, 4)),
-        Coming("b", 2.0, 40, 32, 9, blocks(1, 2)),
+        Coming("a", 1.0, 79, 0, 2, 0, blocks(1, 2, 3, 4)),
+        Coming("b", 2.0, 40, 32, 9, 0, blocks(1, 2)),
         Coming("c", 5.0, 7 * 16, 0, 5),
         Coming("d", 5.0, 8 * 16 - 1, 0, 5),
     ]
@@ -100,7 +100,11 @@ def test_what_a_preempted_one_finds_again_is_what_was_not_taken_since() -> None:
     settings = Settings(num_gpu_blocks=9, max_num_batched_tokens=100)
     a = Sequence("a", 30, 48, 99, generated=19, blocks=3)
     b = Sequence("b", 64, 64, 99, generated=1, blocks=4)
-    coming = [Coming("a", 1.0, 30, 0, 21), Coming("b", 2.0, 64, 0, 3, blocks(1, 2, 3, 4)), Coming("c", 5.0, 10, 0, 2)]
+    coming = [
+        Coming("a", 1.0, 30, 0, 21),
+        Coming("b", 2.0, 64, 0, 3, 0, blocks(1, 2, 3, 4)),
+        Coming("c", 5.0, 10, 0, 2),
+    ]
     queue = Queue([a, b], deque([Sequence("c", 10, 0, 2)]), free_blocks=1)
     seer = Seer(coming, COST)
     # "a" ends with its second step; "b" comes back before "c", and all of its four blocks are still there.

@@ -49,6 +49,25 @@ def test_a_newcomer_fills_up_the_last_step_of_the_prompt_ahead() -> None:
     assert timeline.finish_s(51) == pytest.approx(0.28 + 0.01)  # beside "ahead", which decodes at no cost
 
 
+def test_by_priority_a_newcomer_waits_for_those_before_it_only_and_those_behind_for_it() -> None:
+    shade = shadow(settings=Settings(max_num_batched_tokens=100, scheduling_policy="priority"))
+    for number, (name, priority) in enumerate([("runs", 0), ("low", 1), ("high", -1)]):
+        shade.book(Sequence(name, 100, 0, 1000, priority=priority), 0.001 * number)
+    # "runs" until 0.11, then "high", then "low".
+    first, second, last = (shade.timeline(0.01, priority=priority).finish_s(90) for priority in (-2, -1, 1))
+    assert first == pytest.approx(0.11 + 0.01)
+    # 99 tokens of "high" beside a decode, then its last one and what 90 tokens take.
+    assert second == pytest.approx(0.11 + (0.01 + 0.099) + (0.01 + 0.001))
+    assert last == shade.timeline(0.01).finish_s(90) > second + 0.1
+    shade.first_token("runs", 0.11)
+    shade.first_token("high", 0.11 + 0.109 + 0.109)
+    assert shade.forced == 0
+    fcfs = shadow()
+    for number, priority in enumerate([0, 1]):
+        fcfs.book(Sequence(str(number), 100, 0, 1000, priority=priority), 0.001 * number)
+    assert fcfs.timeline(0.01, priority=-2).finish_s(100) == fcfs.timeline(0.01).finish_s(100)
+
+
 @pytest.mark.parametrize(
     ("threshold", "small_s"),
     [

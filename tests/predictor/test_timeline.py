@@ -68,6 +68,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         max_num_batched_tokens=budget,
         max_num_seqs=draw(st.integers(1, min(8, budget))),  # vLLM refuses to start with more slots than tokens
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3, 16, 40, 100])),
+        long_prefill_token_threshold_adaptive=draw(st.booleans()),
         enable_chunked_prefill=True,
     )
     squared = draw(st.sampled_from([0.0, 1e-6]))

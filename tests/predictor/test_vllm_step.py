@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from enginesim.request import Request
 from enginesim.scheduler import Scheduler
 from enginesim.settings import SchedulerSettings
-from predictor.engines.vllm import Queue, Sequence, Settings, Step, schedule
+from predictor.engines.vllm import Queue, Sequence, Settings, Step, enqueue, schedule
 
 
 def prompt(name: str, tokens: int, computed: int = 0) -> Sequence:
@@ -59,6 +59,48 @@ def test_the_threshold_caps_every_chunk_unless_the_request_is_alone() -> None:
     both = schedule(Queue([], deque([prompt("a", 9000), prompt("b", 9000)])), settings)
     assert shares(both) == [("a", 1024), ("b", 1024)]
     assert shares(schedule(Queue([decoding("x"), prompt("a", 9000)]), settings)) == [("a", 1024)]
+
+
+def test_an_adaptive_threshold_gives_way_to_a_fair_share_of_the_step() -> None:
+    settings = Settings(
+        max_num_batched_tokens=4000, long_prefill_token_threshold=1024, long_prefill_token_threshold_adaptive=True
+    )
+    two = schedule(Queue([], deque([prompt("a", 9000), prompt("b", 9000)])), settings)
+    assert shares(two) == [("a", 2000), ("b", 2000)]
+    five = schedule(Queue([decoding("x")], deque(prompt(name, 9000) for name in "abcd")), settings)
+    assert shares(five) == [("a", 1024), ("b", 1024), ("c", 1024), ("d", 4000 - 1 - 3 * 1024)]
+
+
+def ranked(name: str, priority: int, arrived: int, tokens: int = 100) -> Sequence:
+    return Sequence(name, tokens, 0, 100, priority=priority, arrived=arrived)
+
+
+def test_by_priority_the_least_comes_first_and_of_equals_the_first() -> None:
+    settings = Settings(max_num_batched_tokens=100, scheduling_policy="priority")
+    queue = Queue()
+    came = [ranked("a", 1, 1), ranked("b", 0, 2), ranked("c", 1, 3), ranked("d", -1, 4), ranked("e", 0, 5)]
+    assert [enqueue(queue, settings, seq) for seq in came] == [True, False, True, False, False]
+    assert [schedule(queue, settings).chunks[-1][0].id for _ in range(2)] == ["d", "b"]
+    assert [seq.id for seq in queue.waiting] == ["e", "a", "c"]
+    fcfs = Queue()
+    assert all(enqueue(fcfs, Settings(), seq) for seq in came)
+    assert [seq.id for seq in fcfs.waiting] == ["a", "b", "c", "d", "e"]
+
+
+def test_by_priority_the_last_in_rank_gives_way_even_if_it_is_in_the_step_already() -> None:
+    settings = Settings(block_size=16, num_gpu_blocks=9, scheduling_policy="priority")
+
+    def full(name: str, priority: int, arrived: int) -> Sequence:
+        return Sequence(name, 60, 64, 100, generated=5, blocks=4, priority=priority, arrived=arrived)
+
+    low, high = full("low", 1, 1), full("high", 0, 2)
+    queue = Queue([low, high], deque([ranked("waits", 0, 3)]), free_blocks=1)
+    step = schedule(queue, settings)
+    # "low" was first in the list and had the last block; "high" could have none, so "low" gave back all five.
+    assert ([seq.id for seq in step.decodes], [seq.id for seq in step.preempted]) == (["high"], ["low"])
+    assert (low.generated, low.blocks, high.generated, high.blocks, queue.free_blocks) == (5, 0, 6, 5, 4)
+    assert [seq.id for seq in queue.waiting] == ["waits", "low"]
+    assert queue.running == [high]
 
 
 def test_a_newcomer_that_is_only_imagined_ends_the_exemption_and_finds_room_up_to_the_threshold() -> None:

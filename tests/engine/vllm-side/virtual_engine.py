@@ -174,6 +174,8 @@ def engine_core(settings: Any, costs: Any, model: str) -> Any:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        long_prefill_token_threshold_adaptive=settings.long_prefill_token_threshold_adaptive,
+        scheduling_policy=settings.scheduling_policy,
         enable_prefix_caching=True,
         kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
         distributed_executor_backend=VirtualExecutor,
@@ -211,6 +213,7 @@ def run(work: Any, model: str) -> tuple[list[Any], list[Any], dict[int, Any]]:
                 params,
                 None,
                 arrival_time=arrival.at_s,
+                priority=arrival.priority or 0,
                 block_hasher=core.request_block_hasher,
             )
             core.add_request(request)
