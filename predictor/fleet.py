@@ -340,6 +340,7 @@ class _Race:
         self._old: list[int] = []  # places of those whose timelines are not up to date
         self._others = home.policy.routing.others[wish.prefer or home.policy.routing.prefer]
         self._refusal_s = home.policy.routing.refusal_s if self._others and not limits.bounded else 0.0
+        self._shortest_s = self._opens_first_in_s() if self._refusal_s else 0.0
 
     def likely(self, rng: np.random.Generator) -> list[_Worker]:
         """Of a large pool those that may win, by the least that each can cost: when it lets somebody in, and what it
@@ -433,6 +434,7 @@ class _Race:
         home, wish, limits = self._home, self._wish, self._limits
         grants, recent = home.recently, max(1, len(home.recent))
         known = any(prospect.forecast.cached_tokens for prospect in self.prospects)
+        self._shortest_s = min(prospect.forecast.wait_s for prospect in self.prospects)
         last = None if known or wish.session is None else home.sessions.get(wish.session)
         candidates = []
         for worker, prospect, is_open in zip(self.workers, self.prospects, open_to, strict=True):
@@ -449,7 +451,7 @@ class _Race:
                     uncached_prefill_s=cost.alone_s(0, priced.prompt_tokens, worker.settings.max_num_batched_tokens),
                     eviction_s=home.reuse * cost.tokens_s(0, _evicted_tokens(home, worker, priced)),
                     session=worker.spec.name == last,
-                    crowded_out=0.0 if limits.bounded else home.crowding.crowds_out(priced.wait_s, priced.prefill_s),
+                    crowded_out=0.0 if limits.bounded else self._crowds_out(priced.wait_s, priced.prefill_s),
                 )
             )
         busy = 1.0 - self._prefilling.count(0) / len(self._prefilling)
@@ -457,8 +459,17 @@ class _Race:
 
     def _price_s(self, wait_s: float, own_s: float) -> float:
         """About what a placement costs others; the pool is taken to be busy."""
-        crowded_out = self._home.crowding.crowds_out(wait_s, own_s) if self._refusal_s else 0.0
+        crowded_out = self._crowds_out(wait_s, own_s) if self._refusal_s else 0.0
         return self._others * own_s + self._refusal_s * crowded_out
+
+    def _crowds_out(self, wait_s: float, own_s: float) -> float:
+        return self._home.crowding.crowds_out(wait_s, own_s, self._shortest_s)
+
+    def _opens_first_in_s(self) -> float:
+        """In how long somebody lets a newcomer in, by the timelines that stand."""
+        if not all(self._prefilling):
+            return 0.0
+        return max(0.0, min(worker.shadow.opens_s for worker in self._everybody) - self._now_s)
 
     def _prospect(self, worker: _Worker, timeline: Timeline | Guess, budget: Budget) -> Prospect:
         _count_overdue(worker, self._tickets, self._now_s)
@@ -727,10 +738,11 @@ class Fleet:
             choice = race.choose([found is None for found in objections], self._rng)
         prospects = race.prospects
         forecasts = tuple(found.forecast for found in prospects)
-        if limits.bounded and attempt is not Attempt.AGAIN:
+        if attempt is not Attempt.AGAIN:
             own_s = min(found.forecast.prefill_s for found in prospects)
+            shortest_s = min(found.forecast.wait_s for found in prospects)
             full = choice is None and any(found in (Reason.QUEUE_WAIT, Reason.TTFT) for found in objections)
-            home.crowding.decided(limits.allows_wait_s(own_s), own_s, full)
+            home.crowding.asked(limits.allows_wait_s(own_s) if limits.bounded else None, own_s, shortest_s, full)
         refusal = None
         if choice is None and not any(_could_take(worker.settings, prompt) for worker in workers):
             # Theirs to say: who is told to come back would come back for nothing.

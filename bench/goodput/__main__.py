@@ -21,7 +21,7 @@ from rich.table import Table
 from bench.goodput.policies import Headway, LeastRequest, Policy, RoundRobin
 from bench.goodput.score import Score, score
 from bench.goodput.traffic import Agents, Ask, from_trace
-from bench.goodput.world import World, worker_names
+from bench.goodput.world import Core, SimulatedCore, World, worker_names
 from enginesim.settings import CostSettings, SchedulerSettings
 
 SEED = 20261129
@@ -74,11 +74,18 @@ def trace_capacity_per_s(fleet: Fleet, trace: Path, count: int) -> float:
     return count / world.now_s
 
 
-def play_trace(fleet: Fleet, trace: Path, count: int, per_s: float, policy: Policy) -> tuple[World, Score]:
+def play_trace(
+    fleet: Fleet,
+    trace: Path,
+    count: int,
+    per_s: float,
+    policy: Policy,
+    core: Callable[[SchedulerSettings, CostSettings], Core] = SimulatedCore,
+) -> tuple[World, Score]:
     before = lessons(fleet)
     begins_s = before[-1].at_s + 60.0
     asks = [replace(ask, at_s=ask.at_s + begins_s) for ask in from_trace(trace, count, per_s, BOUND_S, SEED)]
-    return _played(World(fleet.costs, TRACE_LIMITS, policy), before, asks, begins_s)
+    return _played(World(fleet.costs, TRACE_LIMITS, policy, core=core), before, asks, begins_s)
 
 
 def agent_limits(fleet: Fleet) -> SchedulerSettings:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from bench.goodput.traffic import Ask
-from enginesim.kv_events import KvEvent, encode_batch
 from enginesim.request import Request
 from enginesim.settings import SchedulerSettings
 from predictor.admission import Refusal
@@ -42,7 +42,7 @@ class Policy(abc.ABC):
     def ended(self, number: int, worker: str, request: Request, now_s: float) -> None:  # noqa: B027
         pass
 
-    def stored(self, worker: str, events: list[KvEvent], now_s: float) -> None:  # noqa: B027
+    def stored(self, worker: str, payload: Callable[[], bytes], now_s: float) -> None:  # noqa: B027
         pass
 
     def judgement(self, now_s: float) -> Judgement:
@@ -128,8 +128,8 @@ class Headway(Policy):
             str(number), Usage(request.prompt_tokens, request.cached_tokens, request.output_tokens), now_s
         )
 
-    def stored(self, worker: str, events: list[KvEvent], now_s: float) -> None:
-        self.fleet.apply(worker, decode_batch(encode_batch(events, now_s, "map")), now_s)
+    def stored(self, worker: str, payload: Callable[[], bytes], now_s: float) -> None:
+        self.fleet.apply(worker, decode_batch(payload()), now_s)
 
     def judgement(self, now_s: float) -> Judgement:
         self.reviews = [review for _, review in self.fleet.take_reviews(now_s)]

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
+from typing import Protocol
 
 from bench.goodput.policies import Policy
 from bench.goodput.traffic import Ask, Client
+from enginesim.kv_events import encode_batch
 from enginesim.request import Request
-from enginesim.scheduler import Batch, Scheduler
+from enginesim.scheduler import Batch, Output, Scheduler
 from enginesim.settings import CostSettings, SchedulerSettings
 from enginesim.step_time import StepTime
 
@@ -35,13 +37,52 @@ class Outcome:
         return self.wait_s is not None and (bound_s is None or self.wait_s <= bound_s)
 
 
+class Core(Protocol):
+    """An engine's queue and cache, one step at a time."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def begin(self) -> tuple[float, int]:
+        """Composes a step: the seconds that it takes, and the prompt tokens that it computes."""
+
+    def end(self, now_s: float) -> tuple[list[Output], Callable[[], bytes] | None]:
+        """What the step has brought, and the payload of its KV events if there are any."""
+
+
+class SimulatedCore:
+    def __init__(self, limits: SchedulerSettings, costs: CostSettings) -> None:
+        self._scheduler = Scheduler(limits, lambda request: 7)
+        self._step_time = StepTime(costs)
+        self._batch: Batch | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        request.hash_more()
+        self._scheduler.add(request)
+
+    def begin(self) -> tuple[float, int]:
+        batch = self._batch = self._scheduler.schedule()
+        prefilled = sum(chunk.tokens for chunk in batch.chunks if not chunk.is_decode)
+        return self._step_time.duration_s(batch), prefilled
+
+    def end(self, now_s: float) -> tuple[list[Output], Callable[[], bytes] | None]:
+        assert self._batch is not None
+        outputs, events = self._scheduler.complete(self._batch)
+        return outputs, partial(encode_batch, events, now_s, "map") if events else None
+
+
 @dataclass(slots=True)
 class _Engine:
     name: str
     costs: CostSettings
-    scheduler: Scheduler
-    step_time: StepTime
-    under_way: Batch | None = None
+    core: Core
+    steps: bool = False  # one is under way
     prefilled_tokens: int = 0
 
 
@@ -54,12 +95,13 @@ class World:
     policy: Policy
     agents: Client | None = None  # who goes on after an answer or a refusal
     until_s: float | None = None  # nobody asks for anything more
+    core: Callable[[SchedulerSettings, CostSettings], Core] = SimulatedCore
     now_s: float = 0.0
     outcomes: dict[int, Outcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.engines = {
-            name: _Engine(name, costs, Scheduler(self.limits, lambda request: 7), StepTime(costs))
+            name: _Engine(name, costs, self.core(self.limits, costs))
             for name, costs in zip(worker_names(len(self.costs)), self.costs, strict=True)
         }
         self._numbers, self._order = itertools.count(1), itertools.count()
@@ -86,10 +128,11 @@ class World:
 
     def _begin_steps(self) -> None:
         for engine in self.engines.values():
-            if engine.under_way is None and engine.scheduler.has_work:
-                batch = engine.under_way = engine.scheduler.schedule()
-                engine.prefilled_tokens += sum(chunk.tokens for chunk in batch.chunks if not chunk.is_decode)
-                self._later(self.now_s + engine.step_time.duration_s(batch), engine)
+            if not engine.steps and engine.core.has_work:
+                step_s, prefilled_tokens = engine.core.begin()
+                engine.steps = True
+                engine.prefilled_tokens += prefilled_tokens
+                self._later(self.now_s + step_s, engine)
 
     def _later(self, at_s: float, what: _Engine | Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (at_s, 0 if isinstance(what, _Engine) else 1, next(self._order), what))
@@ -105,8 +148,7 @@ class World:
                 self._go_on(self.agents.refused(ask, self.now_s))
             return
         request = Request(number, list(ask.tokens), ask.output_tokens, self.limits.block_size)
-        request.hash_more()
-        self.engines[worker].scheduler.add(request)
+        self.engines[worker].core.add(request)
         self._flying[number] = request
 
     def _go_on(self, ask: Ask | None) -> None:
@@ -114,11 +156,10 @@ class World:
             self._later(max(ask.at_s, self.now_s), partial(self._ask, ask))
 
     def _step_ended(self, engine: _Engine) -> None:
-        batch, engine.under_way = engine.under_way, None
-        assert batch is not None
-        outputs, events = engine.scheduler.complete(batch)
-        if events:
-            self.policy.stored(engine.name, events, self.now_s)
+        engine.steps = False
+        outputs, payload = engine.core.end(self.now_s)
+        if payload is not None:
+            self.policy.stored(engine.name, payload, self.now_s)
         for output in outputs:
             number, request = output.request.id, output.request
             outcome = self.outcomes[number]

@@ -1,5 +1,6 @@
 """From headers and body to a verdict."""
 
+import itertools
 import time
 
 import msgspec
@@ -11,9 +12,10 @@ from extproc.judge import Exchange
 from extproc.prompt_reader import Estimated
 from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
 from predictor.admission import Limits, Reason, Refusal, RetryAfter
+from predictor.fairness import FairnessPolicy
 from predictor.fleet import Attempt, Wish
 from predictor.forecast import Forecast
-from predictor.prefill_cost import Basis
+from predictor.prefill_cost import Basis, StepCost
 from predictor.prompt import Prompt
 from predictor.routing import Prefer
 from tests.fakes.clock import ManualClock
@@ -257,3 +259,42 @@ async def test_a_body_without_the_field_is_not_counted_as_one_with_it() -> None:
         assert isinstance(verdict, Route)
         assert verdict.body is None
     assert filter_.counted("bound_fields", pool="m", result="removed") == 0
+
+
+async def test_one_keys_giants_are_refused_as_such_before_they_get_another_keys_requests_refused() -> None:
+    clock = ManualClock()
+    filter_ = Filter(clock=clock, fairness=FairnessPolicy(wait_s=2.0))
+    for worker in WORKERS:
+        filter_.fleet.know_cost(worker, StepCost(0.0, 0.0, 0.005, 100e-6, 0.0, 50e-6))
+
+    firsts = itertools.count(1)
+
+    async def ask(key: str, tokens: int) -> Verdict:
+        """A prompt that nobody else has."""
+        body = msgspec.json.encode({"model": "m", "prompt": [next(firsts), *range(1, tokens)]})
+        headers = Headers([("authorization", f"Bearer {key}"), ("x-max-queue-wait-s", "10")])
+        return await filter_.judge.decide(Decide(openai_completions.API, headers, body), Exchange(clock()))
+
+    assert isinstance(await ask("small", 100), Route)
+    refused = None
+    for _ in range(30):
+        refused = await ask("giant", 10_000)
+        if isinstance(refused, Reject):
+            break
+    assert isinstance(refused, Reject)
+    assert (refused.reply.status, refused.reply.details) == (429, "headway_fair_share")
+    assert msgspec.json.decode(refused.reply.body)["error"]["code"] == "fair_share_exceeded"
+    for _ in range(20):
+        assert isinstance(await ask("small", 100), Route)
+
+
+@pytest.mark.parametrize("removes_bound", [False, True])
+async def test_a_priority_goes_on_to_the_engine(removes_bound: bool) -> None:
+    filter_ = Filter(removes_bound=removes_bound)
+    sent = {"model": "m", "priority": -3, "max_queue_wait_s": 10, "prompt": [1, 2]}
+    case = Decide(openai_completions.API, Headers(), msgspec.json.encode(sent))
+    verdict = await filter_.judge.decide(case, Exchange(received_at_s=time.monotonic()))
+    assert isinstance(verdict, Route)
+    goes_on = sent if verdict.body is None else msgspec.json.decode(verdict.body)
+    assert (verdict.body is not None) == removes_bound
+    assert goes_on["priority"] == -3

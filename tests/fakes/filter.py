@@ -15,6 +15,7 @@ from extproc.metrics import FleetCollector, Metrics
 from extproc.prompt_reader import PoolText, PromptReader
 from extproc.request_reader import RequestReader
 from extproc.server import AccessLog, Processor, Server
+from predictor.fairness import FairnessPolicy
 from predictor.fleet import Fleet, PoolPolicy, WorkerSpec
 from predictor.prompt import BlockHasher
 from predictor.waiting_room import HoldPolicy
@@ -37,20 +38,27 @@ class Filter:
         clock: Callable[[], float] = time.monotonic,
         removes_bound: bool = False,
         hold_s: float = 0.0,
+        fairness: FairnessPolicy | None = None,
     ) -> None:
         rng = np.random.default_rng(7)
         hasher = BlockHasher(rng)
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
         self.log = Notes()
-        self.fleet = Fleet([PoolPolicy("m")], hasher, rng)
+        self.fleet = Fleet([PoolPolicy("m", fairness=fairness)], hasher, rng)
         for name, endpoint in (WORKERS if workers is None else workers).items():
             self.fleet.join("m", WorkerSpec(name, endpoint, adapters=ADAPTERS.get(name, frozenset())))
         self.text = PoolText(OneTokenAByte(), None)
         self.ledger = Ledger(self.fleet, self.metrics, self.log, clock)
         self.reader = PromptReader(hasher, 1, 8, 5.0, lambda fault: None)
         self.holding = Holding(self.fleet, {"m": HoldPolicy(hold_s)}, self.metrics, clock)
-        pool = Pool("m", self.text, adapters=frozenset({"sql", "poems"}), removes_bound=removes_bound)
+        pool = Pool(
+            "m",
+            self.text,
+            by_tenant=fairness is not None,
+            adapters=frozenset({"sql", "poems"}),
+            removes_bound=removes_bound,
+        )
         self.judge = Judge(
             self.fleet,
             dict.fromkeys(("m", "sql", "poems"), pool),

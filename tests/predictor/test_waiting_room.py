@@ -163,7 +163,7 @@ def test_a_request_that_is_tried_again_is_counted_and_watched_once() -> None:
         refusal = bench.fleet.place("m", Prompt(100, True), wish, now_s, attempt)
         assert not isinstance(refusal, Grant)
     assert len(pool.workers["w0"].hindsight) == 0
-    assert 0 < pool.crowding._refused < 0.03
+    assert 0 < pool.crowding._bounded < 0.03
     assert isinstance(refusal, Refusal)
     bench.fleet.refused("m", wish, refusal, now_s)
     assert len(pool.workers["w0"].hindsight) == 1

@@ -245,6 +245,7 @@ def main() -> None:
     sys.stdout.write(f"{work.name}: {len(steps)} steps, {clock_s:.0f} s of virtual time in {took_s:.0f} s\n")
 
 
-main()
-sys.stdout.flush()
-os._exit(0)  # libraries complain at length when they are unloaded in an unexpected order
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # libraries complain at length when they are unloaded in an unexpected order
