@@ -7,6 +7,7 @@ and KV cache in virtual time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import struct
 import subprocess
@@ -52,7 +53,8 @@ class Cores:
         settings = {
             "block_size": limits.block_size,
             "num_gpu_blocks": limits.num_gpu_blocks,
-            "max_model_len": _CONTEXT_TOKENS,
+            # vLLM keeps a block for itself, and wants to be able to serve its longest request.
+            "max_model_len": min(_CONTEXT_TOKENS, (limits.num_gpu_blocks - 1) * limits.block_size),
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_num_seqs": limits.max_num_seqs,
             "long_prefill_token_threshold": limits.long_prefill_token_threshold,
@@ -84,7 +86,10 @@ class Cores:
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it may be gone already
+            self._process.stdin.close()
+        self._process.stdout.close()
         self._process.wait()
 
 
