@@ -445,7 +445,6 @@ class PrefillFirst:
         self._offered = self._offered and keeps_mark and not beside
         self._chunk = Chunk(*batch[-1], start_s, self.clock_s, intake.left)
         self._unseen = 0
-        self._retire(self._steps + (0 if beside else self._lag))
         for seq, want in batch:
             done = want * steps
             if done == seq.left:
