@@ -29,6 +29,7 @@ class Served:
 
     sent_s: float
     answered_s: float  # when its headers came, which vLLM sends before it looks for anything cached
+    ended_s: float
     worker: str
     credited: int
     cached: int
@@ -50,6 +51,14 @@ class Served:
         most = (len(self.tokens) - 1) // block_size
         runs = hindsight.history(self.tokens, self.salt, block_size, self.sent_s - _READ_LATER_S, self.answered_s)
         return [(round(at_s - self.sent_s, 3), min(run, most) * block_size) for at_s, run in runs]
+
+    def shares(self, other: Served) -> int:
+        """The leading tokens that it has in common with another that was there at the same time."""
+        at_once = other.sent_s <= self.ended_s and self.sent_s <= other.ended_s
+        if other is self or not at_once or (other.worker, other.salt) != (self.worker, self.salt):
+            return 0
+        pairs = enumerate(zip(self.tokens, other.tokens, strict=False))
+        return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(self.tokens), len(other.tokens)))
 
     def __str__(self) -> str:
         return f"{self.worker}, turn {self.turn}: {self.credited} credited, {self.cached} cached of {len(self.tokens)}"
@@ -102,6 +111,7 @@ class Live:
         async with self.http.post(self.stack.url + path, json=sent) as response:
             answered_s = time.monotonic()
             answer = await read(response)
+        ended_s = time.monotonic()
         assert answer.status == 200, (answer.status, answer.body[:300])
         assert answer.worker is not None, "no worker was chosen: the filter was not asked, or did not answer"
         words = "".join(
@@ -112,6 +122,7 @@ class Live:
         served = Served(
             sent_s=sent_s,
             answered_s=answered_s,
+            ended_s=ended_s,
             worker=answer.worker,
             credited=int(answer.headers["x-headway-cached-tokens"]),
             cached=answer.usage["prompt_tokens_details"]["cached_tokens"],
