@@ -35,9 +35,11 @@ _SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=_YEAR_S)]
 _Weight = Annotated[float, msgspec.Meta(ge=0, le=1000)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _PORT = r"([0-9]{1,4}|[1-5][0-9]{4}|6([0-4][0-9]{3}|5([0-4][0-9]{2}|5([0-2][0-9]|3[0-5]))))"
-_HostPort = Annotated[str, msgspec.Meta(pattern=rf"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):{_PORT}$")]
-_Zmq = Annotated[str, msgspec.Meta(pattern=rf"^(tcp://[^\s*]+:{_PORT}|ipc://[^\s*]+)$")]
-_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+_HostPort = Annotated[str, msgspec.Meta(pattern=rf"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):{_PORT}\Z")]
+_Zmq = Annotated[str, msgspec.Meta(pattern=rf"^(tcp://[^\s*]+:{_PORT}|ipc://[^\s*]+)\Z")]
+# Envoy copies a worker's name into headers of answers as it is, line breaks and all.
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -341,6 +343,10 @@ def parse_config(text: str, name: str) -> Config:
     def placed(path: str, problem: str) -> str:
         return f"{name}:{_line(tree, path)}: {path or 'the file'}: {problem}"
 
+    # Escapes can write half of a surrogate pair, which nothing can show or send.
+    halves = [node for node in _nodes(tree) if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value)]
+    if halves:
+        raise BadConfig([f"{name}:{node.start_mark.line + 1}: not a text: {node.value!r}" for node in halves])
     faults = [f"{name}:{line}: {key}: given twice; the first is in line {first}" for key, line, first in _repeats(tree)]
     faults += [placed(path, problem) for path, problem in (*_faults(raw, Config, ""), *_doubles(raw))]
     if faults:
@@ -363,21 +369,29 @@ def _read_off_as_a_mode(raw: object) -> None:
 
 def _repeats(node: yaml.Node | None) -> Iterator[tuple[str, int, int]]:
     """Keys that a mapping has more than once, of which YAML would silently take the last; with both lines."""
+    for mapping in _nodes(node):
+        if not isinstance(mapping, yaml.MappingNode):
+            continue
+        lines: dict[str, int] = {}
+        for key, _ in mapping.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
+                yield key.value, line, lines[key.value]
+
+
+def _nodes(node: yaml.Node | None) -> Iterator[yaml.Node]:
+    """All nodes of a tree, each once."""
     waiting, seen = [node], set()
     while waiting:
         node = waiting.pop()
         if node is None or id(node) in seen:  # an anchor may lead back to itself
             continue
         seen.add(id(node))
+        yield node
         if isinstance(node, yaml.SequenceNode):
             waiting += node.value
         elif isinstance(node, yaml.MappingNode):
-            lines: dict[str, int] = {}
-            for key, value in node.value:
-                waiting.append(value)
-                line = key.start_mark.line + 1
-                if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
-                    yield key.value, line, lines[key.value]
+            waiting += [part for pair in node.value for part in pair]
 
 
 def _faults(value: object, kind: type[_Section], place: str) -> Iterator[tuple[str, str]]:
@@ -441,6 +455,8 @@ def _with_both_ends(problem: str, kind: Any) -> str:  # noqa: ANN401 - any annot
 def _plain(problem: str) -> str:
     if "matching regex" in problem and "ipc://" in problem:
         return "expected a ZMQ address to connect to, such as tcp://host:5557 (no *)"
+    if "matching regex" in problem and "x7f" in problem:
+        return "expected a name without line breaks and other control characters"
     if "matching regex" in problem:
         return "expected host:port"
     return problem[:1].lower() + problem[1:]

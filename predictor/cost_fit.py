@@ -28,6 +28,8 @@ _FORGETTING, _OLD_FORGETTING, _OLD_LEAST = 0.98, 0.9995, 0.05
 # What was measured before a change of speed counts for less: how much it changed is known from few rows.
 _TRUST_AFTER_CHANGE = 0.3
 _STRATA, _MOST_KEPT = 128, 1024
+# Of what was kept: more is not measured, and would run over when it is squared.
+_LONGEST_S, _LEAST_NOISE_S, _MOST_WORK = 1e9, 1e-9, 1e18
 
 
 class Samples:
@@ -75,10 +77,15 @@ class Samples:
         return [row for _, row in sorted(known, key=lambda one: one[0])]
 
     def recall(self, rows: Iterable[SampleRow]) -> None:
-        """ValueError for rows of another form than ours."""
+        """ValueError for rows of another form than ours, or that cannot have been measured."""
         for row in rows:
-            if len(row.features) != FEATURES or not 0 < row.kept <= _MOST_KEPT:
+            home = self._strata.get(row.stratum)
+            kept = row.kept if home is None else len(home.rows)
+            if len(row.features) != FEATURES or not 0 < row.kept == kept <= _MOST_KEPT:
                 raise ValueError(f"a sample has {len(row.features)} features and {row.kept} places, not {FEATURES}")
+            timed = 0 < row.seconds <= _LONGEST_S and _LEAST_NOISE_S <= row.noise_s <= _LONGEST_S
+            if not timed or not 0 <= row.trust <= 1 or min(row.features) < 0 or max(row.features) > _MOST_WORK:
+                raise ValueError("a sample took no time, less than no work, or more of either than there is")
             self.add(row.stratum, row.kept, row.seconds, row.noise_s, row.features, row.trust)
 
     def copy(self) -> Samples:

@@ -205,16 +205,19 @@ class PrefillCost:
         """Begins with what was learned before. ValueError for what cannot have been learned."""
         if min(memory.requests, memory.intervals, memory.shortest, memory.longest) < 0:
             raise ValueError("counts of samples are negative")
+        if max(memory.requests, memory.intervals) and not memory.rows:
+            raise ValueError("samples were counted, and there are none")
         samples = Samples()
         samples.recall(memory.rows)
-        features, seconds, noise, _ = samples.known()
-        if (seconds <= 0).any() or (noise <= 0).any() or (features < 0).any():
-            raise ValueError("a sample took no time, or less than no work")
         self.forget()
         self._samples = samples
         self._requests, self._intervals = memory.requests, memory.intervals
         self._lengths = memory.shortest, memory.longest
-        self._fit()
+        try:
+            self._fit()
+        except ValueError:  # nothing goes through them, or there are none
+            self.forget()
+            raise
 
     def add(self, sample: PrefillSample) -> bool:
         """Learns from one prefill; False if the sample says nothing (no work, or no time)."""

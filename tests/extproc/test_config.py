@@ -211,6 +211,16 @@ def test_an_unknown_key_in_a_workers_settings_lists_the_known_ones() -> None:
         ("pools:", "f.yaml:1: pools: expected a list"),
         ("pools:\n- name: p\n  workers: {}\n", "f.yaml:3: pools[0].workers: expected a list"),
         ("pools:\n- name: p\n  workers: [x]\n", "f.yaml:3: pools[0].workers[0]: expected keys and values"),
+        *(
+            (
+                f'pools:\n- name: "a{control}"\n',
+                "f.yaml:2: pools[0].name: expected a name without line breaks and other control characters",
+            )
+            for control in ("\\n", "\\r", "\\0", "\\x7f")
+        ),
+        ('pools:\n- name: "\\ud800"\n', r"f.yaml:2: not a text: '\ud800'"),
+        ('tokenization:\n  threads: "\\udfff"\n', r"f.yaml:2: not a text: '\udfff'"),
+        ('listen:\n  grpc: "h:1\\n"\n', "f.yaml:2: listen.grpc: expected host:port"),
         ("pools:\n- name: ''\n", "f.yaml:2: pools[0].name: expected `str` of length >= 1 and <= 128"),
         (
             "tokenization: {deadline_s: .nan}",

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import re
 import sys
 import timeit
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -150,6 +153,13 @@ def test_names_that_no_file_can_have_are_kept_apart(tmp_path: Path) -> None:
 # What is on disk may be anything
 
 
+def _with_row(text: str, number: int, change: Callable[[list[Any]], list[Any]]) -> str:
+    told = json.loads(text)
+    rows = told["cost"]["rows"]
+    rows[number] = change(rows[number])
+    return json.dumps(told, separators=(",", ":"))
+
+
 def saved(folder: Path) -> Path:
     run = Run(folder)
     run.learn(200)
@@ -165,6 +175,12 @@ def saved(folder: Path) -> Path:
         (lambda text: "[1, 2]", "corrupt"),
         (lambda text: text.replace('"rows":[', '"rows":[[["x"],1,1.0,1.0,1.0,[1.0]],', 1), "corrupt"),
         (lambda text: text.replace('"requests":', '"requests":-', 1), "corrupt"),
+        (lambda text: re.sub(r'"rows":.*(?=},"errors")', '"rows":[]', text), "corrupt"),
+        (lambda text: _with_row(text, 0, lambda row: [row[0], row[1] - 1, *row[2:]]), "corrupt"),
+        (lambda text: _with_row(text, -1, lambda row: [*row[:2], 1e300, *row[3:]]), "corrupt"),
+        (lambda text: _with_row(text, -1, lambda row: [*row[:3], 1e-300, *row[4:]]), "corrupt"),
+        (lambda text: _with_row(text, -1, lambda row: [*row[:4], -1.0, *row[5:]]), "corrupt"),
+        (lambda text: _with_row(text, -1, lambda row: [*row[:5], [1e200] * len(row[5])]), "corrupt"),
         (lambda text: text.replace('"version":1', '"version":2', 1), "stale"),
         (lambda text: text.replace('"worker":"w0"', '"worker":"w1"', 1), None),
     ],
