@@ -253,8 +253,8 @@ class Shadow:
             self._interval = _Interval(now_s, arrival_tokens=seq.prompt_tokens)
         if is_last:
             self._outlook.booked(seq)
-        else:
-            self._outlook.changed()  # for those that it has overtaken
+        if not is_last or self._settings.shares_steps:
+            self._outlook.changed()  # for those that it has overtaken, or takes a share from
         self._load = self._wanted = None
 
     def adopt(self, seq: Sequence, now_s: float) -> None:

@@ -55,6 +55,11 @@ class Settings:
         return self.family == "vllm" and 0 < self.long_prefill_token_threshold < self.max_num_batched_tokens
 
     @property
+    def shares_steps(self) -> bool:
+        """Whether what a prompt gets of a step depends on how many requests there are, those behind it included."""
+        return self.long_prefill_token_threshold > 0 and self.long_prefill_token_threshold_adaptive
+
+    @property
     def watermark_blocks(self) -> int:
         return int(self.watermark * self.num_gpu_blocks) if self.num_gpu_blocks is not None else 0
 

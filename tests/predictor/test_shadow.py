@@ -49,6 +49,25 @@ def test_a_newcomer_fills_up_the_last_step_of_the_prompt_ahead() -> None:
     assert timeline.finish_s(51) == pytest.approx(0.28 + 0.01)  # beside "ahead", which decodes at no cost
 
 
+def test_where_requests_share_a_step_by_their_number_who_is_booked_slows_those_ahead() -> None:
+    settings = Settings(
+        max_num_batched_tokens=120,
+        max_num_seqs=1,
+        long_prefill_token_threshold=10,
+        long_prefill_token_threshold_adaptive=True,
+    )
+    asked, unasked = shadow(settings=settings), shadow(settings=settings)
+    for shade in (asked, unasked):
+        shade.book(prompt("ahead", 150, output=1), 0.0)
+    # Two of whom one has a slot: 60 tokens a step, in three steps.
+    assert asked.timeline(0.0).admitted_s() == pytest.approx(0.03 + 0.15)
+    for shade in (asked, unasked):
+        shade.book(prompt("behind", 1, output=1), 0.0)
+    # Three: 40 tokens a step, in four steps; and one for who is behind.
+    assert asked.timeline(0.0).admitted_s() == pytest.approx(0.04 + 0.15 + 0.01 + 0.001)
+    assert asked.timeline(0.0).finish_s(200) == unasked.timeline(0.0).finish_s(200)
+
+
 def test_by_priority_a_newcomer_waits_for_those_before_it_only_and_those_behind_for_it() -> None:
     shade = shadow(settings=Settings(max_num_batched_tokens=100, scheduling_policy="priority"))
     for number, (name, priority) in enumerate([("runs", 0), ("low", 1), ("high", -1)]):
