@@ -244,8 +244,8 @@ class RunForward:
         return True
 
     def append(self, seq: Sequence, end: int) -> None:
-        """One more comes to wait behind all others. What is ahead of it stands as it was listed, which is not right where
-        the settings say `shares_steps`."""
+        """One more comes to wait behind all others. What is ahead of it stands as it was listed, which is not right
+        where the settings say `shares_steps`."""
         if self._mark is not None:
             self._back_to_mark()
         self.work += 1
