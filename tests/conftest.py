@@ -39,3 +39,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if apart:
         config.hook.pytest_deselected(items=list(apart))
         items[:] = [item for item in items if item not in apart]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why a test had a second go: its failure would be seen nowhere else."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"first go of {report.nodeid}")
+        terminalreporter.line(report.longreprtext)

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import aiohttp
 
@@ -313,8 +313,11 @@ async def until(reached: Callable[[], Awaitable[object]], timeout_s: float, what
 class RawClient:
     """One connection, byte by byte, that can be cut."""
 
+    open: ClassVar["set[RawClient]"] = set()
+
     def __init__(self, port: int, receive_buffer: int | None = None) -> None:
         self._socket = socket.socket()
+        self.open.add(self)
         if receive_buffer is not None:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self._socket.connect(("127.0.0.1", port))
@@ -345,3 +348,4 @@ class RawClient:
         if abruptly:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
+        self.open.discard(self)
