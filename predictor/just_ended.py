@@ -35,15 +35,21 @@ class _Ended:
 
 
 class JustEnded:
-    """One worker's."""
+    """One worker's. It hears of all requests and blocks, so that it knows when nothing is left to guess."""
 
     def __init__(self) -> None:
         self._ended: deque[_Ended] = deque(maxlen=_REMEMBERED)
+        self._alone: str | None = None  # the one in flight, if it has had the engine to itself
+        self._stored_alone = 0  # blocks, since it came
 
     def __len__(self) -> int:
         return len(self._ended)
 
-    def add(self, hashes: BlockHashes, tokens: int, reused_tokens: int, family: HashFamily) -> None:
+    def begun(self, request_id: str, in_flight: int) -> None:
+        """A request comes, and finds so many others."""
+        self._alone, self._stored_alone = (None if in_flight else request_id), 0
+
+    def add(self, request_id: str, hashes: BlockHashes, tokens: int, reused_tokens: int, family: HashFamily) -> None:
         """A request was served; with its prompt and its answer it had so many tokens, and found so many cached."""
         if not len(hashes):
             return
@@ -52,10 +58,13 @@ class JustEnded:
             # The token that was generated last is not computed any more.
             blocks = max(blocks, (tokens - 1 - family.lookahead) // family.block_size)
         # Else others have the same blocks, and may go on from them in another way.
+        if request_id == self._alone and self._stored_alone >= blocks - reused_tokens // family.block_size:
+            return  # all of it was announced before its end was heard of
         self._ended.append(_Ended(hashes, int(hashes[0]), tokens, blocks))
 
     def heard(self, stored: int, capacity: int | None) -> None:
         """A batch of events has come, by which so many blocks were stored on a device of so many."""
+        self._stored_alone += stored
         for one in self._ended:
             one.batches += 1
             one.stored += stored

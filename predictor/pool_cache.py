@@ -161,7 +161,7 @@ class PoolCache:
                     runs.append(StoredRun(first, event.parent, event.hashes[-1], len(event.hashes)))
         blocks = sum(run.blocks for run in runs)
         cache.last_use.stored(blocks)
-        if len(cache.just_ended) and batch.events:
+        if batch.events:
             cache.just_ended.heard(blocks, cache.capacity)
         if cache.first_stored.waiting:
             for run in runs:
@@ -266,6 +266,7 @@ class PoolCache:
         """The request goes to this worker: its blocks will be there."""
         cache = self._caches[worker]
         promised = by_rule_tokens if promised_tokens is None else promised_tokens
+        cache.just_ended.begun(request_id, len(cache.credited))
         cache.credited[request_id] = by_rule_tokens, promised
         hashes = prompt.hashes.get(cache.family, _NO_HASHES)
         cache.ahead.add(request_id, hashes)
@@ -282,7 +283,7 @@ class PoolCache:
         if hashes is not None:
             cache.last_use.used(hashes)
             if left is not None:
-                cache.just_ended.add(hashes, left.tokens, left.reused_tokens, cache.family)
+                cache.just_ended.add(request_id, hashes, left.tokens, left.reused_tokens, cache.family)
         blocks = cache.first_stored.end(request_id)
         return None if blocks is None else blocks * cache.family.block_size
 

@@ -58,6 +58,8 @@ class Cores:
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_num_seqs": limits.max_num_seqs,
             "long_prefill_token_threshold": limits.long_prefill_token_threshold,
+            "long_prefill_token_threshold_adaptive": False,
+            "scheduling_policy": "fcfs",
             "async_scheduling": False,
         }
         told = {

@@ -1,5 +1,7 @@
 """A turn that is quicker than the events of the answer before it is credited with what must be there."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -28,8 +30,10 @@ class Chat:
         self.fleet.join("m", WorkerSpec("w", "10.0.0.1:8000", Settings(SIZE, num_gpu_blocks)))
         self.asked = 0
 
-    def ask(self, ids: list[int], output_tokens: int | None = 1, served: bool = True) -> int:
-        """A whole request; the tokens that it was credited with."""
+    def ask(
+        self, ids: list[int], output_tokens: int | None = 1, served: bool = True, announced: Sequence[KvEvent] = ()
+    ) -> int:
+        """A whole request, of which so much was announced before its end; the tokens that it was credited with."""
         self.asked += 1
         name = str(self.asked)
         hashes = self.hasher.prompt_hashes(as_tokens(ids), FAMILY, Namespace())
@@ -37,6 +41,8 @@ class Chat:
         assert isinstance(grant, Grant)
         if served:
             self.fleet.first_token(name, None, 1.0)
+        for event in announced:
+            self.tell(event)
         self.fleet.finish(name, Usage(len(ids), None, output_tokens), 2.0)
         return grant.ticket.forecast.cached_tokens
 
@@ -63,6 +69,20 @@ def test_the_next_turn_is_credited_with_prompt_and_answer(chat: Chat) -> None:
 def test_so_is_the_same_prompt_with_all_but_its_last_token(chat: Chat) -> None:
     assert chat.ask(ASKED) == 5 * SIZE
     assert chat.ask(ASKED[:80]) == 4 * SIZE
+
+
+def test_of_an_answer_that_was_announced_only_that_counts_which_the_next_turn_has_as_well() -> None:
+    told = [
+        Stored((1, 2, 3, 4, 5), None, as_tokens(ASKED[:80]), SIZE, Tier.DEVICE, None, None),
+        Stored((6,), 5, as_tokens([*ASKED[80:], *ANSWER[:8]]), SIZE, Tier.DEVICE, None, None),
+        Stored((7,), 6, as_tokens(ANSWER[8:24]), SIZE, Tier.DEVICE, None, None),
+    ]
+    # The same words need not become the same tokens again.
+    other_words = [*ASKED, *ANSWER[:8], *range(8000, 8060)]
+    for announced, credited in ((told, 6), (told[:2], 7)):
+        chat = Chat()
+        chat.ask(ASKED, len(ANSWER), announced=announced)
+        assert chat.ask(other_words) == credited * SIZE
 
 
 def test_what_branches_off_is_credited_as_far_as_it_goes(chat: Chat) -> None:
@@ -130,7 +150,7 @@ def test_nothing_is_there_of_a_cache_that_was_emptied_or_that_nobody_knows(chat:
 def test_few_are_remembered() -> None:
     ended = JustEnded()
     for number in range(100):
-        ended.add(np.array([number + 1], np.uint64), SIZE, 0, FAMILY)
+        ended.add(str(number), np.array([number + 1], np.uint64), SIZE, 0, FAMILY)
     assert len(ended) == 8
     assert ended.run(np.array([100], np.uint64), SIZE, 0) == 1
     assert ended.run(np.array([1], np.uint64), SIZE, 0) == 0
