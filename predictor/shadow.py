@@ -574,7 +574,8 @@ class Shadow:
     def crowded(self) -> bool:
         """Whether those who wait need more KV space than is free: what nobody holds is taken by them."""
         free = self._queue.free_blocks
-        return free is not None and self._waiting_blocks() > free
+        # Less than none is free where what runs holds more than a cache that has become smaller.
+        return free is not None and self._waiting_blocks() > max(0, free)
 
     def lasting_blocks(self, hashes: BlockHashes, blocks: int, steps: float) -> int:
         """Of a newcomer's first `blocks`, which are cached or on their way now, what quite likely is left when it is
@@ -584,7 +585,7 @@ class Shadow:
         held until shortly before.
         """
         free, wanted = self._queue.free_blocks, self._waiting_blocks()
-        if free is None or wanted <= free or self._lengths is None:
+        if free is None or wanted <= max(0, free) or self._lengths is None:
             return blocks
         stays = steps * max(0, free) / wanted  # steps until what nobody holds is taken
         curve = self._lengths(self._looked_s)

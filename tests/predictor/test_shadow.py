@@ -351,6 +351,22 @@ def test_of_a_full_cache_a_newcomer_finds_what_somebody_holds_until_its_turn_or_
     assert shade.lasting_blocks(newcomer, 80, steps) == lasting
 
 
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_cache_that_became_smaller_than_what_runs_is_crowded_only_if_somebody_waits(waiting: int) -> None:
+    curve = LengthCurve((100,), (0.0,), 1.0)
+    shade = Shadow(Settings(num_gpu_blocks=101), PLAIN, lengths=lambda _: curve)
+    shade.book(Sequence("owner", 1440, 0, 100, hashes=range(100, 190)), 0.0)
+    shade.first_token("owner", 1.45)
+    shade.advance(1.46)
+    shade.set_settings(Settings(num_gpu_blocks=51))
+    for number in range(waiting):
+        shade.book(Sequence(f"next {number}", 640, 0, 100, hashes=range(1000, 1040)), 1.47)
+    assert shade.crowded == bool(waiting)
+    newcomer = np.array([*range(100, 180), *range(5000, 5010)], np.uint64)
+    assert shade.lasting_blocks(newcomer, 80, 10.0) == 80  # the owner holds them
+    assert shade.timeline(1.48).finish_s(100) > 1.48
+
+
 def test_of_one_that_waits_before_it_a_newcomer_finds_what_it_will_hold_then() -> None:
     shade = crowded_shadow(60)
     newcomer = np.array(range(2000, 2050), np.uint64)
