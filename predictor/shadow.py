@@ -53,6 +53,8 @@ _WAITS = 1 << 40
 _OWNERS_LOOKED_AT = 64
 # What lasts with less certainty is not counted on: among workers that which promises too much is chosen.
 _MAY_BE_GONE = 1 / 3
+# A timeline without those whom a newcomer overtakes is listed for a first price where so many are before it.
+_GLANCED_AT = 100
 # No engine is so many times as fast as it was taken to be.
 _FASTEST = 50.0
 # Evidence of one step end comes in several pieces; those of one instant belong together.
@@ -551,7 +553,10 @@ class Shadow:
         begins_s = self.begins_s(now_s)
         if priority is not None and (ahead := self._ahead_of(priority)) is not None:
             self._looked_s = now_s
-            return self._overtaking(ahead, begins_s, budget)
+            if len(ahead) <= _GLANCED_AT:
+                return self._overtaking(ahead, begins_s, budget)
+            tokens = sum(seq.prefill_left for seq in itertools.chain(ahead.running, ahead.waiting))
+            return Guess(begins_s, tokens, self._settings, self._cost)
         timeline = self._outlook.standing(begins_s, budget)
         if timeline is not None and (self._outlook.fresh or self._loaded().prefilling):
             return timeline
@@ -562,7 +567,7 @@ class Shadow:
         queue = self._queue
         if self._settings.scheduling_policy == "fcfs" or not queue.waiting or queue.waiting[-1].priority <= priority:
             return None
-        return replace(queue, waiting=deque(seq for seq in queue.waiting if seq.priority <= priority))
+        return replace(queue, waiting=deque(itertools.takewhile(lambda seq: seq.priority <= priority, queue.waiting)))
 
     def _overtaking(self, ahead: Queue, begins_s: float, budget: Budget | None) -> Timeline:
         sight = self._look(begins_s, ahead)
@@ -635,7 +640,7 @@ class Shadow:
     def _look(self, begins_s: float, ahead: Queue | None = None) -> Sight:
         """`ahead`: of the queue, only that part."""
         queue = self._queue if ahead is None else ahead
-        sequences = self._sequences.values()
+        sequences = self._sequences.values() if ahead is None else [*ahead.running, *ahead.waiting]
         curve = self._lengths(self._looked_s) if self._lengths is not None else None
         if curve is not None:
             for seq in sequences:

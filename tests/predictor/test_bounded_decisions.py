@@ -15,13 +15,14 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from predictor.admission import Limits
+from predictor import shadow
+from predictor.admission import AdmissionPolicy, Limits, Mode
 from predictor.engines.vllm import Queue, Sequence, Settings
 from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec, _Race
 from predictor.prefill_cost import StepCost
 from predictor.prompt import BlockHasher, Prompt
 from predictor.routing import Prefer
-from predictor.run_forward import Budget, RunForward
+from predictor.run_forward import Budget, RunForward, whole_output
 from predictor.shadow import Shadow
 from predictor.timeline import Pace, Timeline
 from tests.predictor.test_timeline import MEASURED, Shape, replayed, shapes
@@ -384,3 +385,36 @@ def test_a_request_that_is_placed_by_an_old_timeline_is_priced_as_by_a_new_one_b
     assert stale > 30
     assert statistics.median(errors) < 0.02
     assert max(errors) < 0.25
+
+
+@pytest.mark.parametrize("ahead", [50, 1900])
+def test_who_overtakes_has_only_those_before_him_looked_at_and_a_long_queue_of_them_once(
+    ahead: int, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = 0
+
+    def counted(seq: Sequence, output: int) -> int:
+        nonlocal looked_at
+        looked_at += 1
+        return whole_output(seq, output)
+
+    monkeypatch.setattr(shadow, "whole_output", counted)
+    rng = np.random.default_rng(1)
+    fleet = Fleet([PoolPolicy("m", admission=AdmissionPolicy(Mode.SHADOW))], BlockHasher(rng), rng)
+    settings = Settings(num_gpu_blocks=25_000, scheduling_policy="priority")
+    for number in range(4):
+        fleet.join("m", WorkerSpec(f"w{number}", f"10.0.0.1:{number + 1}", settings))
+        fleet.know_cost(f"w{number}", MEASURED)
+        for place in range(2000):
+            wish = Wish(f"w{number} {place}", 0.0, priority=-1 if place < ahead else 1)
+            fleet.place_on(f"w{number}", Prompt(1500, exact=True), wish, 0.0)
+    most_spans = most_copied = most_looked_at = 0
+    for number in range(20):
+        work.spans = work.copied = looked_at = 0
+        decision = fleet.place("m", Prompt(1500, exact=True), Wish(f"t{number}", 0.0), 0.001 * number)
+        assert isinstance(decision, Grant)
+        fleet.finish(f"t{number}", Usage(), 0.001 * number)
+        most_spans, most_copied = max(most_spans, work.spans), max(most_copied, work.copied)
+        most_looked_at = max(most_looked_at, looked_at)
+    assert most_spans <= MOST_SPANS
+    assert max(most_copied, most_looked_at) <= 4 * (ahead + 1) * (2 if ahead <= 100 else 1)
