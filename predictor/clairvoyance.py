@@ -18,6 +18,7 @@ from predictor.engines.step_rule import rule_of
 from predictor.engines.vllm import Sequence as Seq
 from predictor.engines.vllm import Settings, Step, enqueue
 from predictor.prefill_cost import StepCost
+from predictor.prefixes_ahead import common_blocks
 from predictor.prompt import BlockHashes
 from predictor.shadow import State
 
@@ -248,10 +249,7 @@ class _Fork:
         mine = self._hashes.get(seq.id, _NO_HASHES)
         for other in self._queue.running if len(mine) else ():
             theirs = self._hashes.get(other.id, _NO_HASHES)
-            if other is not seq and len(theirs) and theirs[0] == mine[0]:
-                most = min(len(mine), len(theirs))
-                unlike = np.flatnonzero(mine[:most] != theirs[:most])
-                common = int(unlike[0]) if len(unlike) else most
+            if other is not seq and (common := common_blocks(mine, theirs)):
                 yield other, min(common, -(-other.computed // self._settings.block_size))
 
     def _release(self, seq: Seq) -> None:

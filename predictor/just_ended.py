@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
-
+from predictor.prefixes_ahead import common_blocks
 from predictor.prompt import BlockHashes, HashFamily
 
 _REMEMBERED = 8
@@ -85,9 +84,7 @@ class JustEnded:
         for one in self._ended:
             if one.first != first or one.blocks <= known:
                 continue
-            length = min(len(hashes), len(one.hashes))
-            differ = np.flatnonzero(hashes[:length] != one.hashes[:length])
-            common = int(differ[0]) if len(differ) else length
+            common = common_blocks(hashes, one.hashes)
             known = max(known, common)
             goes_on = common == len(one.hashes) and tokens >= one.tokens and len(hashes) >= one.blocks
             if goes_on and one.blocks - known <= _UNANNOUNCED_BLOCKS:
