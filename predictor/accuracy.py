@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from predictor.forecast import Forecast
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -24,6 +26,28 @@ class Outcome:
     in_flight: int  # on its worker, when it came
     learned: bool
     block_size: int
+
+    @classmethod
+    def predicted(
+        cls, request_id: str, priced: Forecast, ttft_s: float, in_flight: int, learned: bool, block_size: int
+    ) -> Outcome:
+        """Before anything of it has come."""
+        return cls(
+            id=request_id,
+            worker=priced.worker,
+            predicted_ttft_s=ttft_s,
+            wait_s=priced.wait_s,
+            prefill_s=priced.prefill_s,
+            cached_tokens=priced.cached_tokens,
+            low_s=priced.low_s,
+            high_s=priced.high_s,
+            actual_ttft_s=None,
+            actual_cached_tokens=None,
+            prompt_tokens=priced.prompt_tokens,
+            in_flight=in_flight,
+            learned=learned,
+            block_size=block_size,
+        )
 
     @property
     def cache(self) -> str:

@@ -319,21 +319,13 @@ class Backtest:
         self._order.append(record.id)
         self._asked[record.id] = _Asked(
             ticket,
-            Outcome(
-                id=record.id,
-                worker=record.worker,
-                predicted_ttft_s=ttft_s,
-                wait_s=priced.wait_s,
-                prefill_s=priced.prefill_s,
-                cached_tokens=priced.cached_tokens,
-                low_s=priced.low_s,
-                high_s=priced.high_s,
-                actual_ttft_s=None,
-                actual_cached_tokens=None,
-                prompt_tokens=priced.prompt_tokens,
-                in_flight=in_flight,
-                learned=self._fleet.learned(record.worker),
-                block_size=self._workers[record.worker].settings.block_size,
+            Outcome.predicted(
+                record.id,
+                priced,
+                ttft_s,
+                in_flight,
+                self._fleet.learned(record.worker),
+                self._workers[record.worker].settings.block_size,
             ),
         )
 

@@ -178,21 +178,13 @@ class World:
             self._later(_TOKEN_LATE_S, partial(self._ended, number, Usage()))
             return
         self.counts[pool.name].moved += taker.name != ticket.worker
-        outcome = Outcome(
-            id=ticket.id,
-            worker=ticket.worker,
-            predicted_ttft_s=priced.ttft_s,
-            wait_s=priced.wait_s,
-            prefill_s=priced.prefill_s,
-            cached_tokens=priced.cached_tokens,
-            low_s=priced.low_s,
-            high_s=priced.high_s,
-            actual_ttft_s=None,
-            actual_cached_tokens=None,
-            prompt_tokens=priced.prompt_tokens,
-            in_flight=self.fleet.in_flight_on(ticket.worker) - 1,
-            learned=self.fleet.learned(ticket.worker),
-            block_size=self.machines[ticket.worker].kind.limits.block_size,
+        outcome = Outcome.predicted(
+            ticket.id,
+            priced,
+            priced.ttft_s,
+            self.fleet.in_flight_on(ticket.worker) - 1,
+            self.fleet.learned(ticket.worker),
+            self.machines[ticket.worker].kind.limits.block_size,
         )
         self.judged.append(Judged(pool.name, self.now_s, outcome))
         self._send(number, pool, taker, ask, len(self.judged) - 1)

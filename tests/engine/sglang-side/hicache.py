@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import absent  # noqa: F401 - before SGLang
+import qwen3
 import torch
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.l2_transfer import TransferCompletion
@@ -20,20 +21,6 @@ from sglang.srt.mem_cache.pool_host import base, common
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 
-# What SGLang reads of a model to make up its arguments.
-_MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 256,
-    "num_hidden_layers": 1,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 1_000_000,
-    "torch_dtype": "bfloat16",
-}
 # SGLang asks for ten free gigabytes beside its pools.
 _BUDGET_BYTES = 1 << 30
 
@@ -77,7 +64,7 @@ def attach(cache: Any, parameters: Any, page_size: int, ratio: float, write_poli
     cache_controller.L2TransferEngine = _Transfers
     common._cuda_host_register = base._cuda_host_unregister = lambda *_: None
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
+        Path(folder, "config.json").write_text(json.dumps(qwen3.MODEL), encoding="utf-8")
         arguments = ServerArgs(
             model_path=folder,
             device="cpu",

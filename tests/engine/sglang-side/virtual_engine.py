@@ -29,6 +29,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import absent  # noqa: F401 - before SGLang
 import msgspec
 import numpy as np
+import qwen3
 import torch
 from sglang.srt.disaggregation.kv_events import EventPublisherFactory
 from sglang.srt.distributed import bootstrap
@@ -50,24 +51,7 @@ workloads: Any = importlib.import_module("workloads")
 
 MAX_PREFILL_TOKENS = 16_384  # SGLang's default
 END_TOKEN = workloads.VOCABULARY  # no prompt has it
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 256,
-    "num_hidden_layers": 1,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 1_000_000,
-    "tie_word_embeddings": True,
-    "eos_token_id": END_TOKEN,
-    "torch_dtype": "bfloat16",
-}
+MODEL = qwen3.MODEL | {"eos_token_id": END_TOKEN}
 
 clock_s = 0.0
 
