@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from bench.row import Row, median_ms
+from bench.row import Row, collect_garbage_as_the_filter_does, median_ms
 from predictor.cache_index import CacheIndex
 from predictor.event_slices import groups_of, slices
 from predictor.kv_events import decode_batch, decode_pieces
@@ -29,9 +29,9 @@ _AT_ONCE_EVENTS, _AT_ONCE_BLOCKS = 1024, 512  # as `extproc.kv_feed` has it
 
 
 def rows() -> Iterator[Row]:
-    yield from _long_prompt()
-    yield from _events()
-    yield from _ten_million()
+    for part in (_long_prompt, _events, _ten_million):
+        collect_garbage_as_the_filter_does()
+        yield from part()
 
 
 def _long_prompt() -> Iterator[Row]:

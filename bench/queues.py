@@ -5,7 +5,6 @@ Times are CPU time, since a machine that is busy with something else says nothin
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections import deque
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from bench.row import Row
+from bench.row import Row, collect_garbage_as_the_filter_does
 from predictor.engines.vllm import Sequence, Settings
 from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.prefill_cost import StepCost
@@ -27,9 +26,7 @@ _CHANGES = 8
 
 
 def rows() -> Iterator[Row]:
-    gc.collect()
-    gc.freeze()  # as the filter does
-    gc.set_threshold(20_000, 20, 20)
+    collect_garbage_as_the_filter_does()
     for workers in (8, 64, 256):
         fleet = _Changing(workers, 16, 64, Settings(max_num_batched_tokens=2048))
         yield fleet.row(f"decision, {workers} workers x 64 queued", "<= 3 ms" if workers == 256 else "")

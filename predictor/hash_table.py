@@ -2,22 +2,22 @@
 
 Open addressing inside segments of a fixed number of slots; a directory finds a key's segment by its top bits, and a
 segment that fills up is split in two (extendible hashing). So no insertion ever moves more than a segment's entries,
-however large the table: nothing here stalls an event loop. Vectorised calls serve long runs of keys, scalar ones single
-keys: numpy's calls cost more than a handful of keys is worth.
+however large the table, and columns stay where they are: nothing here stalls an event loop. Vectorised calls serve long
+runs of keys, scalar ones single keys: numpy's calls cost more than a handful of keys is worth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from predictor.column import Column, longer, zeros
+
 Keys = npt.NDArray[np.uint64]
 Slots = npt.NDArray[np.int64]  # positions in the columns; -1 where a key is absent
 Flags = npt.NDArray[np.bool_]
-Column = npt.NDArray[Any]
 
 _SEGMENT_BITS = 11
 _SEGMENT = 1 << _SEGMENT_BITS
@@ -27,7 +27,8 @@ _FULL = int(_SEGMENT * 0.7)
 # A full segment with fewer live entries than this is cleaned of dead ones instead of split.
 _SPARSE = int(_SEGMENT * 0.5)
 _FEW = 12  # keys that are dealt with one by one, when the others of a call are done
-# The columns grow by so small a part: a large block of memory is remapped, not copied, but what is new is zeroed.
+_ROOM = 1 << 28  # slots that a table has addresses for: some hundred million entries
+# Without them columns grow by so small a part: what is new is zeroed, even where the rest is not copied.
 _GROWTH = 32
 
 _MASK = (1 << 64) - 1
@@ -44,11 +45,14 @@ class HashTable:
     """
 
     def __init__(self, dtypes: tuple[type[np.generic], ...]) -> None:
-        self.keys: Keys = np.zeros(_SEGMENT, np.uint64)
-        self.columns: list[Column] = [np.zeros(_SEGMENT, dtype) for dtype in dtypes]
+        # Longer than the table, and not all alike: only what belongs to a segment is looked at.
+        self.keys: Keys = zeros(np.uint64, _SEGMENT, _ROOM)
+        self.columns = [zeros(dtype, _SEGMENT, _ROOM) for dtype in dtypes]
         self._segments = 1
         self._used = np.zeros(1, np.int64)  # slots of each segment that were used since it was last put in order
-        self._depths: list[int] = [0]  # how many top bits the keys of a segment share
+        # The keys of a segment share so many top bits, and these are they.
+        self._depths: list[int] = [0]
+        self._prefixes: list[int] = [0]
         self._depth = 0
         self._directory: Slots = np.zeros(1, np.int64)  # top bits -> a segment's first slot
         self._open_views()
@@ -170,11 +174,12 @@ class HashTable:
 
     @property
     def bytes(self) -> int:
-        return self.keys.nbytes + sum(column.nbytes for column in self.columns) + self._directory.nbytes
+        slot = self.keys.itemsize + sum(column.itemsize for column in self.columns)
+        return self.slots * slot + self._directory.nbytes
 
     def add_column(self, dtype: type[np.generic]) -> None:
         self._close_views()
-        self.columns.append(np.zeros(len(self.keys), dtype))
+        self.columns.append(zeros(dtype, len(self.keys), _ROOM))
         self._open_views()
 
     # Inside
@@ -193,7 +198,7 @@ class HashTable:
     def _make_room(self, keys: Keys) -> None:
         while True:
             base, _ = self._homes(keys)
-            incoming = np.bincount(base >> _SEGMENT_BITS, minlength=self._segments)
+            incoming = np.bincount(base >> _SEGMENT_BITS, minlength=len(self._used))
             incoming[incoming > 0] += self._used[incoming > 0]
             over = (incoming > _FULL).nonzero()[0]
             if not len(over):
@@ -232,24 +237,24 @@ class HashTable:
             self._depth += 1
         new = self._segments
         self._segments += 1
-        if self._segments << _SEGMENT_BITS > len(self.keys):
+        self._close_views()
+        if self.slots > min(len(column) for column in (self.keys, *self.columns)):
             self._grow()
-        self._used = np.append(self._used, 0)
+        if self._segments > len(self._used):
+            self._used = np.concatenate([self._used, np.zeros_like(self._used)])
+        self._open_views()
+        prefix = 2 * self._prefixes[segment] + 1
+        self._prefixes[segment] = prefix - 1
+        self._prefixes.append(prefix)
         self._depths[segment] = depth + 1
         self._depths.append(depth + 1)
-        places = np.flatnonzero(self._directory == segment << _SEGMENT_BITS)
-        self._directory[places[len(places) // 2 :]] = new << _SEGMENT_BITS
-        self._close_views()
-        self._open_views()
+        span = self._depth - depth - 1
+        self._directory[prefix << span : (prefix + 1) << span] = new << _SEGMENT_BITS
 
     def _grow(self) -> None:
-        self._close_views()
-        size = len(self.keys)
-        size += max(_SEGMENT, size // _GROWTH >> _SEGMENT_BITS << _SEGMENT_BITS)
-        for column in (self.keys, *self.columns):
-            # Nobody else refers to a column: the views of it were just closed.
-            column.resize(size, refcheck=False)
-        self._open_views()
+        slots = max(self.slots, (self.slots + self.slots // _GROWTH) >> _SEGMENT_BITS << _SEGMENT_BITS)
+        self.keys = longer(self.keys, slots, 4 * slots)
+        self.columns = [longer(column, slots, 4 * slots) for column in self.columns]
 
     def _place(self, keys: Keys, base: Slots, offset: Slots, values: list[Column]) -> None:
         table = self.keys
@@ -280,7 +285,7 @@ class HashTable:
 
     def _count_used(self, slots: Slots) -> None:
         if len(slots):
-            self._used += np.bincount(slots >> _SEGMENT_BITS, minlength=self._segments)
+            self._used += np.bincount(slots >> _SEGMENT_BITS, minlength=len(self._used))
 
     def _open_views(self) -> None:
         """Single items are read several times faster through a memoryview than from the array."""

@@ -1,11 +1,16 @@
 """The tables against a plain dict: whatever is entered and let go of, one by one or by the thousand."""
 
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictor import hash_table
+from predictor import column, hash_table
 from predictor.hash_table import HolderTable, NameTable
 
 
@@ -79,6 +84,16 @@ def test_a_table_finds_what_was_entered_and_what_was_let_go_of_is_dead(steps: li
         assert at < 0 or not table.born[at]
 
 
+@pytest.fixture(params=["addresses for all", "addresses for some", "addresses are charged for"])
+def addresses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a system may grant."""
+    if request.param == "addresses for some":
+        monkeypatch.setattr(hash_table, "_ROOM", 4 * hash_table._SEGMENT)
+    elif request.param == "addresses are charged for":
+        monkeypatch.setattr(column, "_addresses_are_free", lambda: False)
+
+
+@pytest.mark.usefixtures("addresses")
 @pytest.mark.parametrize(
     ("at_a_time", "few"), [(1, False), (7, False), (512, False), (60_000, False), (1, True), (100, True), (6_000, True)]
 )
@@ -138,13 +153,20 @@ def test_a_dead_entry_tells_what_it_stood_for_until_its_place_is_taken() -> None
     assert (table.ours[at], table.live_slots().tolist()) == (50, [])
 
 
+@pytest.mark.usefixtures("addresses")
 def test_a_column_more_is_empty_and_what_was_there_stays() -> None:
     table = HolderTable()
+    table.insert(np.arange(100, 20_000, dtype=np.uint64), np.uint64(4))
     table.insert(keys_of(1, 2, 3), np.uint64(4))
     table.add_column(np.uint64)
     table.insert(keys_of(9), np.uint64(0), np.uint64(7))
     assert [column[table.find(keys_of(1, 9))].tolist() for column in table.columns] == [[4, 0], [0, 7]]
-    assert len(table.live_slots()) == 4
+    table.insert(np.arange(20_000, 60_000, dtype=np.uint64), np.uint64(0), np.uint64(5))
+    assert [column[table.find(keys_of(1, 9, 100, 20_000))].tolist() for column in table.columns] == [
+        [4, 0, 4, 0],
+        [0, 7, 0, 5],
+    ]
+    assert len(table.live_slots()) == 4 + 59_900
 
 
 def test_no_insertion_moves_more_than_what_one_event_can_split() -> None:
@@ -165,3 +187,53 @@ def test_no_insertion_moves_more_than_what_one_event_can_split() -> None:
             table.insert(rng.integers(1, 2**64, 512, dtype=np.uint64), np.uint64(1))
     assert max(moved) < 60_000
     assert sum(moved) < 6 * 600 * 512
+
+
+@pytest.mark.parametrize("kind", [NameTable, HolderTable])
+def test_a_table_that_grows_copies_no_column_and_moves_none(kind: type[NameTable] | type[HolderTable]) -> None:
+    """At ten million blocks a column has 160 MB: whoever copies it, or has the system move it, holds the event loop."""
+    rng = np.random.default_rng(4)
+    table = kind()
+    places = {at_of(one) for one in (table.keys, *table.columns)}
+    for _ in range(1_000):
+        table.insert(rng.integers(1, 2**64, 512, dtype=np.uint64), *[1 for _ in table.columns])
+    assert table.slots > 400 * hash_table._SEGMENT
+    assert {at_of(one) for one in (table.keys, *table.columns)} == places
+
+
+def at_of(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_a_table_takes_memory_as_it_fills_and_gives_all_of_it_back() -> None:
+    before = addresses_and_memory()
+    table = NameTable()
+    for first in range(1, 1_000_000, 4096):
+        table.insert(np.arange(first, first + 4096, dtype=np.uint64), np.uint64(1), np.uint32(1))
+    taken = addresses_and_memory()
+    assert table.bytes * 0.9 < taken[1] - before[1] < table.bytes * 1.2
+    del table
+    left = addresses_and_memory()
+    assert left[0] - before[0] < 16 << 20
+    assert left[1] - before[1] < 16 << 20
+
+
+def addresses_and_memory() -> tuple[int, int]:
+    """Of this process, in bytes."""
+    size, resident = Path("/proc/self/statm").read_text().split()[:2]
+    return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
+
+
+def test_where_addresses_are_limited_a_table_leaves_them_to_others() -> None:
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+import numpy as np
+from predictor.hash_table import NameTable
+tables = [NameTable() for _ in range(64)]
+keys = np.arange(1, 300_001, dtype=np.uint64)
+tables[0].insert(keys, keys, np.uint32(1))
+assert (tables[0].ours[tables[0].find(keys)] == keys).all()
+assert len(bytearray(1 << 30)) == 1 << 30
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2], timeout=60)
