@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from predictor.announced_step import admitted_instead, recompose
 from predictor.engines.sglang import first_ratio, ratio_after
 from predictor.engines.step_rule import rule_of
 from predictor.engines.vllm import Queue, Sequence, Settings, Step, enqueue, reusable_tokens, undo
@@ -57,6 +58,8 @@ _MAY_BE_GONE = 1 / 3
 _GLANCED_AT = 100
 # No engine is so many times as fast as it was taken to be.
 _FASTEST = 50.0
+# Blocks that come later than this after the first tokens of their step will not come.
+_EARLY_S = 0.05
 # Evidence of one step end comes in several pieces; those of one instant belong together.
 _INSTANT_S = 1e-7
 
@@ -142,11 +145,14 @@ class Shadow:
         self._began_s = 0.0  # the oldest of them
         # The next step is composed once all that this instant brings has been heard: ends and arrivals are part of it.
         self._composes_s: float | None = None
+        self._lead_s = 0.0  # so much earlier it is known who is part of it
         self._booked_s = 0.0
         self._arrivals = itertools.count(1)
         self._given_up: Step | None = None  # under way, and it prefills a sequence that has left
         # It could not be let into the newest step, nor into any like it before something else happens than decodes.
         self._kept_out: Sequence | None = None
+        # First tokens of the step under way, and when they came.
+        self._early: list[tuple[str, float]] = []
         self._interval: _Interval | None = None
         # The engine's names of the last full blocks: what a sequence stores next has them for a parent.
         self._tails: dict[int, Sequence] = {}
@@ -251,7 +257,9 @@ class Shadow:
             # Nobody sees which step it gets into. (SGLang's batches end with the first tokens of all that they hold.)
             self._interval.guessed = True
         if not self._under_way and self._composes_s is None:
-            self._composes_s = now_s + self._cost.overhead_s(seq.prompt_tokens)
+            # Who comes while this one is on its way is on its way as long, and finds the step begun.
+            self._lead_s = self._cost.overhead_s(seq.prompt_tokens)
+            self._composes_s = now_s + self._lead_s
             self._interval = _Interval(now_s, arrival_tokens=seq.prompt_tokens)
         if is_last:
             self._outlook.booked(seq)
@@ -278,17 +286,43 @@ class Shadow:
         if self._settings.family == "sglang":
             return
         # All are named before any step is let end: they tell of one step, and the next is composed otherwise.
-        told = [self._whose(run) for run in runs]
+        told = self._recomposed([self._whose(run) for run in runs], runs)
         self._find_missed(told, now_s)
         for run, (known, at_least) in zip(runs, told, strict=True):
             seq, tokens = (known, at_least) if known is not None else self._whose(run)
             if seq is not None:
                 self._got_to(seq, tokens, now_s)
+        self._take_early()
 
     def goes_on(self, run: StoredRun) -> bool:
         """Whether these are a prompt's next blocks, after those that a step before has stored of it."""
         seq = self._tails.get(run.parent) if run.parent is not None and run.first is not None else None
         return seq is not None and self._next_hash(seq, self._settings.block_size) == run.first
+
+    def _recomposed(
+        self, told: list[tuple[Sequence | None, int]], runs: list[StoredRun]
+    ) -> list[tuple[Sequence | None, int]]:
+        """The step under way had other newcomers than it was composed with, if others' blocks are announced with it."""
+        if len(self._under_way) != 1 or self._settings.async_scheduling or not self._sees_blocks:
+            return told
+        item, size = self._under_way[0], self._settings.block_size
+        prefilled = {id(seq): seq for seq, _, _ in item.step.chunks}
+        named = [seq for seq, _ in told if seq is not None and id(seq) in prefilled]
+        unknown = [run for run, (seq, _) in zip(runs, told, strict=True) if seq is None]
+        others = admitted_instead(self._queue, unknown, size)
+        if not named and not others:
+            return told
+        step = recompose(self._queue, self._settings, item.step, [*named, *others])
+        if step is item.step:
+            return told
+        item.step = step
+        item.seconds = self._cost.step_s(step.new_tokens, step.squares, len(step.decodes))
+        self._kept_out = None
+        self._changed()
+        return [
+            (known, tokens) if known is not None else self._whose(run)
+            for run, (known, tokens) in zip(runs, told, strict=True)
+        ]
 
     def _find_missed(self, told: list[tuple[Sequence | None, int]], now_s: float) -> None:
         """Decodes have got further than the step under way, which prefills, can explain.
@@ -393,6 +427,25 @@ class Shadow:
     def first_token(self, seq_id: str, now_s: float) -> None:
         """Its prefill is done, and the step that finished it has just ended."""
         self.advance(now_s)
+        if self._is_early():
+            self._early.append((seq_id, now_s))
+        else:
+            self._first_token(seq_id, now_s)
+
+    def _is_early(self) -> bool:
+        """Whether a batch is still to come that says who was in the step under way: it and the tokens come by ways of
+        their own, and who is first differs by milliseconds."""
+        if len(self._under_way) != 1 or self._settings.async_scheduling:
+            return False
+        step = self._under_way[0].step
+        return (step.admitted > 0 or bool(self._queue.waiting)) and self._stores(step)
+
+    def _take_early(self) -> None:
+        early, self._early = self._early, []
+        for seq_id, first_token_s in early:
+            self._first_token(seq_id, first_token_s)
+
+    def _first_token(self, seq_id: str, now_s: float) -> None:
         seq = self._sequences.get(seq_id)
         if seq is None or seq_id in self._turns:
             return
@@ -410,6 +463,7 @@ class Shadow:
         pushed out of the cache is computed anew, and not fetched from elsewhere.
         """
         self.advance(now_s)
+        self._take_early()
         seq = self._sequences.get(seq_id)
         if seq is None:
             return
@@ -511,7 +565,9 @@ class Shadow:
 
     def advance(self, now_s: float) -> None:
         """Lets steps pass that have ended by `now_s` and leave no sign."""
-        if self._composes_s is not None and self._composes_s < now_s - _INSTANT_S:
+        if self._early and now_s - self._early[0][1] > _EARLY_S:
+            self._take_early()
+        if self._is_closed(now_s):
             self._compose()
         looked_at = 0
         while self._under_way and self._began_s + self._under_way[0].seconds <= now_s:
@@ -528,8 +584,12 @@ class Shadow:
                 self._skip_decode_steps(oldest, now_s)
             else:
                 self._end_step(self._began_s + oldest.seconds)
-            if self._composes_s is not None and self._composes_s < now_s - _INSTANT_S:
+            if self._is_closed(now_s):
                 self._compose()
+
+    def _is_closed(self, now_s: float) -> bool:
+        """Whether all are known by now who are part of the step that comes next."""
+        return self._composes_s is not None and self._composes_s - self._lead_s < now_s - _INSTANT_S
 
     def begins_s(self, now_s: float) -> float:
         """When the next step begins that a newcomer can be part of."""
@@ -823,7 +883,7 @@ class Shadow:
         if not self._under_way:
             self._began_s = self._composes_s
             self._queue.unseen = frozenset()
-        self._composes_s = None
+        self._composes_s, self._lead_s = None, 0.0
         depth = depth or (2 if self._settings.async_scheduling else 1)
         queue = self._queue
         while len(self._under_way) < depth:

@@ -306,7 +306,10 @@ def _unscheduled(victim: Sequence, chunks: list[tuple[Sequence, int, int]], deco
 
 
 def undo(queue: Queue, step: Step) -> None:
-    """Takes back the composition of the newest step, which preempted nobody. Blocks stay with those that still run."""
+    """Takes back the composition of the newest step, which preempted nobody. Blocks stay with those that still run.
+
+    Who has left since is not brought back, and who has come in by another way stays.
+    """
     for seq in step.decodes:
         seq.computed -= 1
         seq.generated -= 1
@@ -314,8 +317,10 @@ def undo(queue: Queue, step: Step) -> None:
         if end == seq.prompt_tokens + seq.generated - 1:
             seq.generated -= 1
         seq.computed = start
-    for _ in range(step.admitted):
-        seq = queue.running.pop()
+    admitted = {id(seq) for seq, _, _ in step.chunks[len(step.chunks) - step.admitted :]}
+    taken_back = [seq for seq in queue.running if id(seq) in admitted]
+    queue.running = [seq for seq in queue.running if id(seq) not in admitted]
+    for seq in reversed(taken_back):
         if queue.free_blocks is not None:
             queue.free_blocks += seq.blocks
         seq.blocks = 0

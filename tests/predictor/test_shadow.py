@@ -1,6 +1,7 @@
 """The shadow of one engine: what evidence does to it."""
 
 import time
+from collections import deque
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from predictor.engines.vllm import Sequence, Settings
+from predictor.engines.vllm import Queue, Sequence, Settings, schedule, undo
 from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
 from predictor.shadow import Shadow
@@ -409,6 +410,122 @@ def test_decodes_that_got_further_while_a_prompt_was_on_its_way_do_not_move_its_
         shade.stored([StoredRun(106 + 6 * number, 1100 + number, 1101 + number, 6)], first_s + 0.109 * (number + 1))
     assert [(sample.new_tokens, sample.decoding, sample.steps) for sample in samples] == [(99, 1, 1)] * 2
     assert [sample.duration_s for sample in samples] == pytest.approx([0.109] * 2)
+
+
+def burst(shade: Shadow, count: int, tokens: int = 48, spread_s: float = 0.0) -> None:
+    for number in range(count):
+        hashes = range(100 * number, 100 * number + tokens // 16)
+        shade.book(Sequence(f"r{number}", tokens, 0, 1000, hashes=hashes), number * spread_s)
+
+
+def announced(numbers: range, tokens: int = 48) -> list[StoredRun]:
+    return [StoredRun(100 * number, None, 1000 + number, tokens // 16) for number in numbers]
+
+
+def test_who_comes_to_an_idle_worker_while_another_is_on_its_way_there_finds_the_step_begun() -> None:
+    samples: list[StepSample] = []
+    settings = Settings(num_gpu_blocks=1000, max_num_batched_tokens=1000)
+    shade = Shadow(settings, StepCost(0.020, 0.0, 0.010, 0.001, 0.0, 0.0), samples.append)
+    shade.set_sees_blocks(True)
+    shade.book(Sequence("a", 48, 0, 1000, hashes=range(3)), 0.0)
+    assert shade.begins_s(0.0) == pytest.approx(0.020)
+    first_ends_s = 0.020 + 0.010 + 0.048
+    assert shade.begins_s(0.005) == pytest.approx(first_ends_s)
+    shade.book(Sequence("b", 48, 0, 1000, hashes=range(100, 103)), 0.005)
+    shade.stored([StoredRun(0, None, 1000, 3)], first_ends_s)
+    assert shade.prefill_tokens_ahead() == 48
+    assert [(sample.new_tokens, sample.arrival_tokens) for sample in samples] == [(48, 48)]
+    assert samples[0].duration_s == pytest.approx(first_ends_s)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("admitted", range(1, 8))
+def test_of_a_burst_the_first_step_has_whom_it_announces(admitted: int, at_once: bool) -> None:
+    samples: list[StepSample] = []
+    shade = Shadow(Settings(num_gpu_blocks=1000, max_num_batched_tokens=1000), PLAIN, samples.append)
+    shade.set_sees_blocks(True)
+    burst(shade, 7, spread_s=0.0 if at_once else 0.001)
+    step_s, left = 0.010 + 0.048 * admitted, 7 - admitted
+    shade.stored(announced(range(admitted)), step_s)
+    assert shade.prefill_tokens_ahead() == 48 * left
+    assert [(sample.new_tokens, sample.steps) for sample in samples] == [(48 * admitted, 1)]
+    assert samples[0].duration_s == pytest.approx(step_s)
+    for number in range(admitted):
+        shade.first_token(f"r{number}", step_s)
+    if left:
+        # What comes next is theirs who were not in it.
+        shade.stored(announced(range(admitted, 7)), step_s + 0.010 + 0.048 * left)
+        assert shade.prefill_tokens_ahead() == 0
+        assert [(sample.new_tokens, sample.decoding) for sample in samples[1:]] == [(48 * left, admitted)]
+    assert shade.forced == 0
+    assert shade.free_blocks == 999 - 7 * 3 - (admitted if left else 0)
+
+
+def test_first_tokens_that_come_before_the_blocks_of_their_step_wait_for_them() -> None:
+    samples: list[StepSample] = []
+    shade = Shadow(Settings(num_gpu_blocks=1000, max_num_batched_tokens=1000), PLAIN, samples.append)
+    shade.set_sees_blocks(True)
+    burst(shade, 7, spread_s=0.001)
+    step_s = 0.010 + 3 * 0.048
+    for number in range(3):
+        shade.first_token(f"r{number}", step_s)
+    shade.stored(announced(range(3)), step_s + 0.002)
+    assert (shade.prefilling, shade.decoding) == (4, 3)
+    assert [(sample.new_tokens, sample.steps, sample.arrival_tokens) for sample in samples] == [(3 * 48, 1, 48)]
+    assert shade.forced == 0
+
+
+def test_first_tokens_whose_blocks_do_not_come_are_believed_all_the_same() -> None:
+    shade = Shadow(Settings(num_gpu_blocks=1000, max_num_batched_tokens=1000), PLAIN)
+    shade.set_sees_blocks(True)
+    burst(shade, 7)
+    shade.first_token("r0", 0.346)
+    shade.advance(0.346 + 0.06)
+    assert (shade.prefilling, shade.decoding) == (0, 7)
+
+
+def test_by_its_end_a_request_has_had_its_first_token_whatever_blocks_are_still_to_come() -> None:
+    shade = Shadow(Settings(num_gpu_blocks=1000, max_num_batched_tokens=1000), PLAIN)
+    shade.set_sees_blocks(True)
+    burst(shade, 2)
+    shade.first_token("r0", 0.106)
+    shade.finish("r0", 0.107, output_tokens=1)
+    assert (len(shade), shade.decoding) == (1, 1)
+
+
+@pytest.mark.parametrize("free", [0, 2])
+def test_whom_the_engine_has_let_in_there_was_space_for(free: int) -> None:
+    settings = Settings(num_gpu_blocks=1 + 6 + free, max_num_batched_tokens=1000)
+    shade = Shadow(settings, PLAIN)
+    shade.set_sees_blocks(True)
+    burst(shade, 3)
+    # By the count two fill the cache, or nearly: blocks are in common that nobody knows of.
+    shade.stored(announced(range(3)), 0.010 + 3 * 0.048)
+    assert shade.prefill_tokens_ahead() == 0
+    assert shade.forced == 0
+
+
+def test_a_step_that_no_rule_composes_is_taken_for_the_one_that_was() -> None:
+    shade = Shadow(Settings(num_gpu_blocks=1000, max_num_batched_tokens=100), PLAIN)
+    shade.set_sees_blocks(True)
+    burst(shade, 7)
+    assert shade.prefill_tokens_ahead() == 7 * 48
+    # Two and a part of a third fit into its budget. Of the fourth nothing can have been stored.
+    shade.stored([*announced(range(2)), StoredRun(300, None, 1003, 3)], 0.110)
+    assert shade.prefill_tokens_ahead() == 7 * 48 - 100
+
+
+def test_a_step_that_is_taken_back_after_one_of_it_has_left_takes_nobody_else_along() -> None:
+    stays, leaves, decodes = (Sequence(name, 48, 0, 1000) for name in ("stays", "leaves", "decodes"))
+    decodes.computed, decodes.generated, decodes.blocks = 48, 1, 3
+    queue = Queue([decodes], deque([stays, leaves]), free_blocks=100)
+    step = schedule(queue, Settings(num_gpu_blocks=104))
+    assert step.admitted == 2
+    queue.running.remove(leaves)
+    queue.free_blocks = (queue.free_blocks or 0) + leaves.blocks
+    undo(queue, step)
+    assert (queue.running, list(queue.waiting)) == ([decodes], [stays])
+    assert queue.free_blocks == 100 - 1  # for the token that was being decoded
 
 
 # Who has ended is heard of when the step after is under way
