@@ -151,8 +151,9 @@ class Shadow:
         self._given_up: Step | None = None  # under way, and it prefills a sequence that has left
         # It could not be let into the newest step, nor into any like it before something else happens than decodes.
         self._kept_out: Sequence | None = None
-        # First tokens of the step under way, and when they came.
+        # First tokens of the step under way, and when they came; and when a batch came last.
         self._early: list[tuple[str, float]] = []
+        self._told_s = 0.0
         self._interval: _Interval | None = None
         # The engine's names of the last full blocks: what a sequence stores next has them for a parent.
         self._tails: dict[int, Sequence] = {}
@@ -292,6 +293,7 @@ class Shadow:
             seq, tokens = (known, at_least) if known is not None else self._whose(run)
             if seq is not None:
                 self._got_to(seq, tokens, now_s)
+        self._told_s = now_s
         self._take_early()
 
     def goes_on(self, run: StoredRun) -> bool:
@@ -435,7 +437,7 @@ class Shadow:
     def _is_early(self) -> bool:
         """Whether a batch is still to come that says who was in the step under way: it and the tokens come by ways of
         their own, and who is first differs by milliseconds."""
-        if len(self._under_way) != 1 or self._settings.async_scheduling:
+        if len(self._under_way) != 1 or self._settings.async_scheduling or self._told_s > self._began_s:
             return False
         step = self._under_way[0].step
         return (step.admitted > 0 or bool(self._queue.waiting)) and self._stores(step)
