@@ -43,6 +43,10 @@ class Holding:
     def __len__(self) -> int:
         return sum(map(len, self._rooms.values()))
 
+    def holds(self, pool: str) -> bool:
+        """Whether who is not let in at once may wait."""
+        return pool in self._rooms and not self._released
+
     async def decide(self, pool: str, wish: Wish, size: int, place: Callable[[Attempt], Decision]) -> Decision:
         """What `place` decides, at once or later. It has to book what it grants for whoever releases it: the caller may
         be gone by the time that this returns."""

@@ -23,6 +23,10 @@ from extproc.wishes import BOUND_FIELD, BadWish, read_wishes
 from predictor.admission import OnReject, Refusal
 from predictor.fleet import Attempt, Decision, Fleet, Grant, NoWorker, Wish
 
+# No prompt is longer than this of a body: each token stands for a byte or more of what is said, and what a template
+# adds for a message is less than some multiple of its own JSON.
+_MOST_TOKENS_A_BYTE, _TEMPLATE_TOKENS = 4, 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:
@@ -105,14 +109,6 @@ class Judge:
             return Reject(replies.bad_wish(fault, case.api))
         if request.model in pool.adapters:
             request = msgspec.structs.replace(request, adapter=request.model)
-        read = await self._reader.read(pool.text, request, self._fleet.hash_families(pool.name), case.patient)
-        if read.estimated is not None:
-            self._metrics.estimated.labels(read.estimated.value).inc()
-        body = None
-        if pool.removes_bound and case.body is not None and _names_bound(request, case.body):
-            result, body = await self._requests.cut(case, BOUND_FIELD)
-            if result is not None:
-                self._metrics.bound_fields.labels(pool.name, result.value).inc()
         wish = Wish(
             ticket_id=next(self._ids),
             received_at_s=exchange.received_at_s,
@@ -128,6 +124,18 @@ class Judge:
             adapter=request.adapter,
             priority=request.priority,
         )
+        turned_away = self._turned_away(pool, request, case, wish)
+        if turned_away is not None:
+            self._report(pool, request, None, wish, turned_away, self._clock() - body_at_s)
+            return Reject(replies.shed(turned_away, case.api, wishes.on_reject or pool.on_reject))
+        read = await self._reader.read(pool.text, request, self._fleet.hash_families(pool.name), case.patient)
+        if read.estimated is not None:
+            self._metrics.estimated.labels(read.estimated.value).inc()
+        body = None
+        if pool.removes_bound and case.body is not None and _names_bound(request, case.body):
+            result, body = await self._requests.cut(case, BOUND_FIELD)
+            if result is not None:
+                self._metrics.bound_fields.labels(pool.name, result.value).inc()
         took_s = self._clock() - body_at_s
 
         def place(attempt: Attempt) -> Decision:
@@ -153,9 +161,19 @@ class Judge:
             case NoWorker():
                 return Reject(replies.unavailable(decision, case.api))
 
+    def _turned_away(self, pool: Pool, request: LlmRequest, case: Decide, wish: Wish) -> Refusal | None:
+        """The refusal of a request whose prompt need not be read for it: while all are full, many come at once."""
+        if self._recorder is not None or case.body is None or not case.complete:
+            return None
+        if self._holding is not None and self._holding.holds(pool.name):
+            return None
+        most_tokens = _TEMPLATE_TOKENS + _MOST_TOKENS_A_BYTE * request.body_bytes
+        return self._fleet.turn_away(pool.name, wish, most_tokens, self._clock())
+
     def _report(
-        self, pool: Pool, request: LlmRequest, read: ReadPrompt, wish: Wish, decision: Decision, took_s: float
+        self, pool: Pool, request: LlmRequest, read: ReadPrompt | None, wish: Wish, decision: Decision, took_s: float
     ) -> None:
+        """`read`: None where the decision did not need it."""
         metrics, name = self._metrics, pool.name
         metrics.decision_seconds.labels(name).observe(took_s)
         match decision:
@@ -169,8 +187,12 @@ class Judge:
                 metrics.refusals.labels(name, reason.value, "enforced").inc()
             case NoWorker():
                 metrics.decisions.labels(name, "no_worker").inc()
-        estimated = None if read.estimated is None else read.estimated.value
-        tokens = read.prompt.token_count
+        tokens = estimated = None
+        if read is None:
+            metrics.unread.labels(name).inc()
+        else:
+            tokens = read.prompt.token_count
+            estimated = None if read.estimated is None else read.estimated.value
         self._log.later(
             "decision", request_log.decision, name, tokens, estimated, request.streaming, wish, decision, took_s
         )

@@ -127,6 +127,7 @@ class Metrics:
         self.decisions = counter("decisions", "Requests decided", "pool", "outcome")
         self.routed = counter("routed", "Requests routed, by worker and reason", "pool", "worker", "why")
         self.refusals = counter("refusals", "Refusals, and those of shadow mode", "pool", "reason", "carried_out")
+        self.unread = counter("refusals_unread", "Requests refused without a look at their prompts", "pool")
         self.refusals_graded = counter(
             "refusals_graded", "Refusals in hindsight", "pool", "reason", "carried_out", "verdict"
         )

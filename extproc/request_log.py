@@ -12,14 +12,15 @@ _CANDIDATES = 4
 
 def decision(
     pool: str,
-    prompt_tokens: int,
+    prompt_tokens: int | None,
     estimated: str | None,
     streaming: bool,
     wish: Wish,
     made: Decision,
     took_s: float,
 ) -> dict[str, object]:
-    """The fields of the event `decision`; `estimated` is why the prompt was not tokenized."""
+    """The fields of the event `decision`; `estimated` is why the prompt was not tokenized. Without `prompt_tokens` it
+    was not even looked at: the decision did not need that."""
     return {
         "id": wish.ticket_id,
         "pool": pool,

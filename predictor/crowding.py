@@ -28,9 +28,9 @@ class Crowding:
         self._own_s = 0.0
         self._line = _LINE
 
-    def asked(self, bound_s: float | None, own_s: float, shortest_s: float = 0.0, refused: bool = False) -> None:
-        """Somebody came who may wait for `bound_s` (None: for ever) and takes `own_s` to prefill. Where the shortest
-        queue was of `shortest_s`, he was let in or refused for its length."""
+    def asked(self, bound_s: float | None, own_s: float | None, shortest_s: float = 0.0, refused: bool = False) -> None:
+        """Somebody came who may wait for `bound_s` (None: for ever) and takes `own_s` to prefill (None: as the others
+        do). Where the shortest queue was of `shortest_s`, he was let in or refused for its length."""
         self._bounded += ((bound_s is not None) - self._bounded) / _MEMORY
         if bound_s is None:
             return
@@ -39,9 +39,12 @@ class Crowding:
             if refused != (part > self._line):
                 self._line += (part - self._line) / _LINE_MEMORY
         if self._bound_s is None:
+            if own_s is None:
+                return
             self._bound_s, self._own_s = bound_s, own_s
         self._bound_s += (bound_s - self._bound_s) / _MEMORY
-        self._own_s += (own_s - self._own_s) / _MEMORY
+        if own_s is not None:
+            self._own_s += (own_s - self._own_s) / _MEMORY
 
     def crowds_out(self, wait_s: float, own_s: float, shortest_s: float) -> float:
         """Requests with a bound that will be refused because one of `own_s` joins a queue of `wait_s`, where the

@@ -39,7 +39,7 @@ from predictor.engines.step_rule import reserved_beside_prompt
 from predictor.engines.vllm import Sequence, Settings, room_beside
 from predictor.fairness import FairnessPolicy, TenantUse
 from predictor.feed_state import Trust
-from predictor.forecast import Forecast, forecast
+from predictor.forecast import Forecast, forecast, least_high_wait_s
 from predictor.grading import CacheVerdict, Grade, grade, judge_cache
 from predictor.hindsight import Guard, GuardPolicy, Hindsight, Review, Watched, review_shadow
 from predictor.interval import Calibration, PoolErrors
@@ -75,6 +75,8 @@ _EVIDENCE_GRACE_S = 5.0
 _MIN_OUTPUT_TOKENS = 8
 # Sessions remembered in a pool, by the worker that served them last; the oldest are forgotten.
 _MOST_SESSIONS = 10_000
+# What two ways to add up the same may differ by.
+_ROUNDING_S = 1e-6
 # Reviews that nobody has fetched yet; the oldest are dropped.
 _MOST_REVIEWS = 10_000
 
@@ -254,6 +256,7 @@ class _Pool:
     guard: Guard = field(init=False)
     use: TenantUse | None = field(init=False)
     crowding: Crowding = field(default_factory=Crowding)
+    open_at: int = 0  # the place of a worker that was open when a refusal was looked for, among those eligible
 
     def __post_init__(self) -> None:
         self.lengths = OutputLengths(self.policy.default_output_tokens)
@@ -768,6 +771,34 @@ class Fleet:
             ticket, _endpoints(specs), forecasts, choice.why, server.spec.cluster, refusal, rank=server.spec.rank
         )
 
+    def turn_away(self, pool: str, wish: Wish, most_tokens: int, now_s: float) -> Refusal | None:
+        """The refusal that `place` would come to whatever the prompt is, as long as it has at most so many tokens; None
+        where that has to be looked at. KeyError for an unknown pool.
+
+        It is sure where every worker has a timeline that is up to date, and not even a single token that nothing has to
+        be computed for would get through within the bound. So what is told of waits is the least that anybody waits.
+        """
+        home = self._pools[pool]
+        limits = home.limits(wish, now_s)
+        bound_s = limits.max_queue_wait_s
+        # With a bound on the time to first token the reason is another one for a prompt that takes too long by itself.
+        if home.mode is not Mode.ENFORCE or bound_s is None or limits.max_ttft_s is not None:
+            return None
+        longest = Prompt(most_tokens, exact=True)
+        if not all(_takes(worker.settings, longest, wish) for worker in home.workers.values()):
+            return None
+        workers = _eligible(home.workers.values(), longest, wish, now_s)
+        waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
+        prospects = self._least_prospects(home, workers, wish, waited_s, bound_s, now_s)
+        if not prospects:
+            return None
+        reason = Reason.BOUND_USED_UP if waited_s > bound_s else Reason.QUEUE_WAIT
+        shortest_s = min(found.forecast.wait_s for found in prospects)
+        home.crowding.asked(bound_s, None, shortest_s, reason is Reason.QUEUE_WAIT)
+        refusal = refuse(prospects, [reason] * len(prospects), limits, home.policy.retry, self._rng)
+        self._watch(home, wish, refusal, now_s)
+        return refusal
+
     def refused(self, pool: str, wish: Wish, refusal: Refusal, now_s: float) -> None:
         """A refusal that was not yet one is carried out: from now on it is watched whether it was right."""
         self._watch(self._pools[pool], wish, refusal, now_s)
@@ -1001,6 +1032,34 @@ class Fleet:
 
     # Inside
 
+    def _least_prospects(
+        self, home: _Pool, workers: ReadOnly[_Worker], wish: Wish, waited_s: float, bound_s: float, now_s: float
+    ) -> list[Prospect]:
+        """Each worker as any request would find it at the best; none of them if one of them may be open to it."""
+        quantile, used_up = 1.0 - home.policy.admission.risk, waited_s > bound_s
+        found = []
+        for step in range(len(workers)):
+            # Who was open lately may well be so again.
+            place = (home.open_at + step) % len(workers)
+            worker = workers[place]
+            shadow, cost = worker.shadow, worker.cost
+            wait_s = None
+            if used_up and not shadow.prefilling:
+                wait_s = 0.0
+            elif used_up or (cost.learned and not worker.idle):
+                wait_s = shadow.least_wait_s(now_s, wish.priority)
+            if wait_s is not None:
+                _count_overdue(worker, self._tickets, now_s)
+                high_wait_s = least_high_wait_s(wait_s, quantile, worker.calibration, cost.basis, worker.trusted)
+                if used_up or waited_s + high_wait_s > bound_s + _ROUNDING_S:
+                    found.append((high_wait_s, place, wait_s))
+                    continue
+            home.open_at = place
+            return []
+        if len(workers) > _ALL_PRICED:
+            found = nsmallest(_LIKELY, found)
+        return [_least_prospect(workers[place], waited_s, wait_s, high_wait_s) for high_wait_s, place, wait_s in found]
+
     def _watch(self, home: _Pool, wish: Wish, refusal: Refusal, now_s: float) -> None:
         """To find out afterwards whether the refusal was right."""
         best, allowed_s = refusal.best, refusal.allowed_wait_s
@@ -1008,17 +1067,20 @@ class Fleet:
             return
         worker = home.workers[best.worker]
         self._reviewed(home, worker.hindsight.before(now_s))
+        newest = next(reversed(worker.tickets.values()), None)
         watched = Watched(
             id=wish.ticket_id,
             reason=refusal.reason,
-            behind=max((ticket.number for ticket in worker.tickets.values()), default=0),
+            behind=0 if newest is None else newest.number,
             refused_at_s=now_s,
             already_waited_s=best.already_waited_s,
             in_time_until_s=now_s + allowed_s - best.already_waited_s,
             new_tokens=best.prompt_tokens - best.cached_tokens,
         )
-        waiting = (ticket for ticket in worker.tickets.values() if ticket.first_token_at_s is None)
-        sure = not worker.foreign_load and all(ticket.wish.streaming for ticket in waiting)
+        sure = not worker.hindsight.full and not worker.foreign_load
+        if sure:
+            waiting = (ticket for ticket in worker.tickets.values() if ticket.first_token_at_s is None)
+            sure = all(ticket.wish.streaming for ticket in waiting)
         self._reviewed(home, worker.hindsight.watch(watched, sure))
 
     def _look_back(self, home: _Pool, worker: _Worker, now_s: float) -> None:
@@ -1171,6 +1233,24 @@ def _endpoints(ranked: Iterable[WorkerSpec]) -> tuple[str, ...]:
     specs = list(ranked)
     fits = [spec for spec in specs if specs[0].rank is None or spec.rank == specs[0].rank]
     return tuple(dict.fromkeys(spec.endpoint for spec in fits))
+
+
+def _least_prospect(worker: _Worker, waited_s: float, wait_s: float, high_wait_s: float) -> Prospect:
+    """Of a request that has nothing to compute."""
+    least = Forecast(
+        worker=worker.spec.name,
+        prompt_tokens=0,
+        cached_tokens=0,
+        already_waited_s=waited_s,
+        wait_s=wait_s,
+        prefill_s=0.0,
+        overhead_s=0.0,
+        ttft_s=waited_s + wait_s,
+        basis=worker.cost.basis,
+        tokens_ahead=worker.shadow.prefill_tokens_ahead(),
+        exact_tokens=False,
+    )
+    return Prospect(least, high_wait_s, worker.idle, None)
 
 
 def _spoil_samples(worker: _Worker) -> None:

@@ -8,13 +8,14 @@ import msgspec
 
 from predictor.arrivals import WORK_UNDER_CAP, RecentArrivals
 from predictor.engines.vllm import Settings
-from predictor.interval import HIGH, LOW, UNKNOWN, UNSURE, Calibration, Kind, Spread
+from predictor.interval import HIGH, LOW, UNKNOWN, UNSURE, Calibration, Kind, Spread, scale_s
 from predictor.prefill_cost import Basis, StepCost
 from predictor.run_forward import Budget
 from predictor.timeline import Guess, Timeline
 
 # Up to so much is no wait, but the rest of a step that is under way.
 _NO_WAIT_S = 0.02
+_SURE = Kind(waits=True, sure=True)
 
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):
@@ -64,6 +65,19 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     @property
     def high_s(self) -> float:
         return self.quantile_s(HIGH)
+
+
+def least_high_wait_s(
+    wait_s: float, probability: float, calibration: Calibration, basis: Basis, trusted: bool
+) -> float:
+    """The least that the wait of any forecast with a wait of `wait_s` or more can be taken for at this quantile,
+    whatever its own prefill and however exact its tokens are."""
+    if wait_s <= _NO_WAIT_S:
+        return wait_s
+    score = calibration.spread(UNSURE).score(probability)
+    if trusted and basis is Basis.CURVE:
+        score = min(score, calibration.spread(_SURE).score(probability))
+    return wait_s + max(0.0, score) * scale_s(wait_s)
 
 
 def forecast(

@@ -12,6 +12,7 @@ import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from predictor.admission import Reason, Refusal
 from predictor.forecast import Forecast
@@ -66,22 +67,31 @@ class Hindsight:
     def __init__(self, worker: str) -> None:
         self._worker = worker
         self._watched: deque[Watched] = deque()
+        self._first_out_s = inf  # none of them is out of time before
 
     def __len__(self) -> int:
         return len(self._watched)
 
+    @property
+    def full(self) -> bool:
+        """Whether enough are watched: of who comes now nothing will be told."""
+        return len(self._watched) >= _MOST_WATCHED
+
     def watch(self, refused: Watched, sure: bool) -> list[Review]:
         """`sure`: everything ahead of it will show its first token."""
-        if not sure or len(self._watched) >= _MOST_WATCHED:
+        if not sure or self.full:
             return [self._review(refused, Verdict.UNKNOWN, None)]
         self._watched.append(refused)
+        self._first_out_s = min(self._first_out_s, refused.in_time_until_s)
         return []
 
     def before(self, now_s: float) -> list[Review]:
         """Something is about to change: who was still waiting until now, and is out of time, was rightly refused."""
+        if now_s <= self._first_out_s:
+            return []
         out = [refused for refused in self._watched if refused.in_time_until_s < now_s]
-        if out:
-            self._watched = deque(refused for refused in self._watched if refused.in_time_until_s >= now_s)
+        self._watched = deque(refused for refused in self._watched if refused.in_time_until_s >= now_s)
+        self._first_out_s = min((refused.in_time_until_s for refused in self._watched), default=inf)
         return [self._review(refused, Verdict.RIGHT, None) for refused in out]
 
     def after(self, first_unstarted: int | None, has_room: Callable[[Watched], bool], now_s: float) -> list[Review]:

@@ -80,6 +80,17 @@ class Outlook:
         spans, place = told.run.spans, told.run.first_open
         return told.begins_s + (spans[place].start_s if place < len(spans) else told.run.clock_s)
 
+    def surely_opens_s(self, begins_s: float) -> float | None:
+        """When somebody is let in at the earliest, whatever he needs, if the next step begins at `begins_s`.
+
+        None where that is not sure: the timeline is not up to date, or hangs on who ends when, which is imagined.
+        """
+        told = self._told
+        if told is None or not told.fresh or (told.others is not None and told.run.gated):
+            return None
+        told.begins_s = begins_s
+        return self.opens_s
+
     def standing(self, begins_s: float, budget: Budget | None) -> Timeline | None:
         """The timeline as it is, if it lets nobody in before `begins_s`, when the next step begins. The budget is for
         what was booked since."""

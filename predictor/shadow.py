@@ -624,6 +624,14 @@ class Shadow:
             return timeline
         return Guess(begins_s, self._loaded().prefill_tokens, self._settings, self._cost)
 
+    def least_wait_s(self, now_s: float, priority: int) -> float | None:
+        """How long whoever comes now waits at least, and be it with a single token; None where no timeline that is up
+        to date says so. Everything that he computes takes him what it takes him alone, or longer."""
+        opens_s = self._outlook.surely_opens_s(self.begins_s(now_s))
+        if opens_s is None or self._ahead_of(priority) is not None:
+            return None
+        return max(0.0, opens_s - now_s)
+
     def _ahead_of(self, priority: int) -> Queue | None:
         """Who is before a newcomer of this priority, if it overtakes anybody."""
         queue = self._queue

@@ -1,5 +1,6 @@
 """From headers and body to a verdict."""
 
+import asyncio
 import itertools
 import time
 
@@ -10,27 +11,48 @@ from extproc.apis import openai_chat, openai_completions
 from extproc.exchange import Headers
 from extproc.judge import Exchange
 from extproc.prompt_reader import Estimated
+from extproc.recorder import Recorder
 from extproc.session import Decide, Pass, Passed, Reject, Route, Verdict
 from predictor.admission import Limits, Reason, Refusal, RetryAfter
 from predictor.fairness import FairnessPolicy
-from predictor.fleet import Attempt, Wish
+from predictor.fleet import Attempt, Decision, Wish
 from predictor.forecast import Forecast
 from predictor.prefill_cost import Basis, StepCost
 from predictor.prompt import Prompt
 from predictor.routing import Prefer
 from tests.fakes.clock import ManualClock
 from tests.fakes.filter import WORKERS, Filter
+from tests.fakes.waiting import until
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
+
+
+class Recorded(Recorder):
+    """Remembers what it is told of decisions."""
+
+    def __init__(self) -> None:
+        self.decisions: list[tuple[Prompt, Decision]] = []
+
+    def decided(self, pool: str, prompt: Prompt, wish: Wish, cache_salt: str | None, decision: Decision) -> None:
+        self.decisions.append((prompt, decision))
 
 
 class Bench:
     """A judge on a clock."""
 
-    def __init__(self, workers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, workers: dict[str, str] | None = None, recorder: Recorder | None = None, hold_s: float = 0.0
+    ) -> None:
         self.clock = ManualClock()
-        self.filter = Filter(workers, self.clock)
+        self.filter = Filter(workers, self.clock, hold_s=hold_s, recorder=recorder)
         self.exchange = Exchange(received_at_s=self.clock())
+
+    def fill(self) -> None:
+        """Each worker with 30 s to prefill."""
+        for worker in WORKERS:
+            self.filter.fleet.know_cost(worker, StepCost(0.0, 0.0, 0.01, 1e-4, 0.0, 0.0))
+            wish = Wish(f"fill {worker}", self.clock())
+            self.filter.fleet.place_on(worker, Prompt(300_000, exact=True), wish, self.clock())
 
     async def decide(self, *, header: str | None = None, **fields: object) -> Verdict:
         headers = Headers([] if header is None else [("x-max-queue-wait-s", header)])
@@ -69,6 +91,63 @@ async def test_a_request_is_routed_booked_and_told_of(bench: Bench) -> None:
     assert isinstance(candidates, dict)
     assert set(candidates) == set(WORKERS)
     assert bench.filter.counted("decisions", pool="m", outcome="routed") == 1
+
+
+async def test_what_is_refused_whatever_its_prompt_is_is_not_even_tokenized(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.fill()
+    assert isinstance(await bench.decide(max_queue_wait_s=5.0), Reject)
+    monkeypatch.setattr(bench.filter.reader, "read", None)
+    monkeypatch.setattr(bench.filter.fleet, "place", None)
+    verdict = await bench.decide(max_queue_wait_s=5.0)
+    assert isinstance(verdict, Reject)
+    assert verdict.reply.status == 429
+    assert dict(verdict.reply.headers)["x-headway-reason"] == "queue_wait"
+    assert 5 <= int(dict(verdict.reply.headers)["retry-after"]) <= 60
+    line = bench.filter.log.of("decision")[-1]
+    assert (line["outcome"], line["prompt_tokens"], line["estimated"]) == ("refused", None, None)
+    assert bench.filter.counted("decisions", pool="m", outcome="refused") == 2
+    assert bench.filter.counted("refusals", pool="m", reason="queue_wait", carried_out="enforced") == 2
+    assert bench.filter.counted("refusals_unread", pool="m") == 1
+
+
+async def test_what_is_recorded_is_read_whatever_becomes_of_it() -> None:
+    recorder = Recorded()
+    bench = Bench(recorder=recorder)
+    bench.fill()
+    for _ in range(3):
+        assert isinstance(await bench.decide(max_queue_wait_s=5.0), Reject)
+    refused = [(prompt, decision) for prompt, decision in recorder.decisions if isinstance(decision, Refusal)]
+    assert [prompt.token_count for prompt, _ in refused] == [40, 40, 40]
+    assert bench.filter.counted("refusals_unread", pool="m") == 0
+
+
+async def test_who_may_be_held_is_not_turned_away_at_once() -> None:
+    bench = Bench(hold_s=60.0)
+    bench.fill()
+    asked = [asyncio.create_task(bench.decide(max_queue_wait_s=5.0)) for _ in range(2)]
+    await until(lambda: len(bench.filter.holding) == 2)
+    bench.filter.holding.release()
+    assert all(isinstance(verdict, Reject) for verdict in await asyncio.gather(*asked))
+    assert bench.filter.counted("refusals_unread", pool="m") == 0
+    # Once nobody is held any more, it is as in any other pool.
+    assert isinstance(await bench.decide(max_queue_wait_s=5.0), Reject)
+    assert bench.filter.counted("refusals_unread", pool="m") == 1
+
+
+async def test_a_body_that_was_not_seen_or_only_in_part_is_not_refused_for_what_it_may_be_at_most(
+    bench: Bench,
+) -> None:
+    bench.fill()
+    headers = Headers([("x-max-queue-wait-s", "5")])
+    beginning = b'{"model":"m","prompt":[1,2,3'
+    for case in (
+        Decide(openai_completions.API, headers, None),
+        Decide(openai_completions.API, headers, beginning, complete=False),
+    ) * 2:
+        assert isinstance(await bench.filter.judge.decide(case, bench.exchange), Reject)
+    assert bench.filter.counted("refusals_unread", pool="m") == 0
 
 
 async def test_each_request_has_an_id_of_its_own(bench: Bench) -> None:

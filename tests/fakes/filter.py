@@ -13,6 +13,7 @@ from extproc.judge import Judge, Pool
 from extproc.ledger import Ledger
 from extproc.metrics import FleetCollector, Metrics
 from extproc.prompt_reader import PoolText, PromptReader
+from extproc.recorder import Recorder
 from extproc.request_reader import RequestReader
 from extproc.server import AccessLog, Processor, Server
 from predictor.fairness import FairnessPolicy
@@ -39,6 +40,7 @@ class Filter:
         removes_bound: bool = False,
         hold_s: float = 0.0,
         fairness: FairnessPolicy | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         rng = np.random.default_rng(7)
         hasher = BlockHasher(rng)
@@ -69,6 +71,7 @@ class Filter:
             self.log,
             clock,
             "boot",
+            recorder,
             holding=self.holding if hold_s else None,
         )
         self.processor = Processor(self.judge, self.ledger, self.metrics, self.log, clock, holds=hold_s > 0)

@@ -59,6 +59,15 @@ def test_a_queue_far_beyond_the_bound_says_nothing_of_where_they_are_refused() -
     assert crowding.crowds_out(7.505, 0.5, 7.505) == pytest.approx(0.5, abs=0.01)
 
 
+def test_one_whose_prompt_was_not_read_counts_as_one_more_that_has_a_bound_and_is_as_long_as_the_others() -> None:
+    crowding = Crowding()
+    crowding.asked(10.0, None, 99.0, refused=True)
+    assert crowding.crowds_out(9.0, 0.5, 9.0) == 0.0, "of nobody is it known how long he is"
+    for number in range(400):
+        crowding.asked(10.0, 0.5 if number < 200 else None)
+    assert crowding.crowds_out(9.0, 0.5, 9.0) == pytest.approx(1.0)
+
+
 def test_where_hardly_anybody_has_a_bound_hardly_anybody_is_crowded_out() -> None:
     assert asked(1, 1).crowds_out(9.0, 0.5, 9.0) == pytest.approx(1.0)
     few = Crowding()
