@@ -225,9 +225,31 @@ class HashTable:
         self.keys[whole] = 0
         for column in self.columns:
             column[whole] = 0
-        self._used[segment] = 0
+        slots = self._spread(keys)
+        for column, value in zip(self.columns, values, strict=True):
+            column[slots] = value
+        here = int(np.count_nonzero(slots >> _SEGMENT_BITS == segment))
+        self._used[segment] = here
+        if split:
+            self._used[self._segments - 1] = len(keys) - here
+
+    def _spread(self, keys: Keys) -> Slots:
+        """Enters distinct keys into segments that are empty."""
+        table = self.keys
         base, offset = self._homes(keys)
-        self._place(keys, base, offset, values)
+        at = slots = base + offset
+        rest = np.arange(len(keys))
+        step = 0
+        while True:
+            free = np.flatnonzero(table[at] == 0)
+            table[at[free]] = keys[rest[free]]
+            won = table[at] == keys[rest]  # of several that want a slot the last to write has it
+            slots[rest[won]] = at[won]
+            rest = rest[~won]
+            if not len(rest):
+                return slots
+            step += 1
+            at = base[rest] + ((offset[rest] + (step * (step + 1) >> 1)) & _OFFSETS)
 
     def _split(self, segment: int) -> None:
         """Half of a segment's part of the directory goes to a new one."""
