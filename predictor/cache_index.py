@@ -9,14 +9,14 @@ counts more blocks than its cap.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from predictor.hash_table import HolderTable, Keys, NameTable, Slots
+from predictor.hash_table import HolderTable, Keys, NameTable, Slots, prime_below
 from predictor.kv_events import Bundle, Cleared, KvEvent, Named, Removed, Stored, Tier
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily
 
@@ -27,6 +27,7 @@ _MANY, _SEVERAL = 192, 12
 # What other tiers may hold where nobody says, in blocks of the device; and without any word at all, blocks.
 _HOST_SHARE, _STORAGE_SHARE, _DEFAULT_CAP = 8, 32, 1 << 22
 _PARKED_AT_MOST = 16_384  # orphan blocks a holder
+_RECENT = 1024  # blocks of small runs: of what is decoded, some are what the next go on from
 # Slots of the table of holders that are swept for every block that is taken in, and at least per event.
 _SWEPT_PER_BLOCK, _SWEPT_PER_EVENT = 64, 4096
 _SWEPT_AT_ONCE = 1 << 20  # a table of so many slots is swept as soon as a bit is wanted: a millisecond or two
@@ -81,9 +82,9 @@ class _Holder:
 
     bit: int
     capacity: int | None
+    names: NameTable
     shared: bool = False
     on_removed: Callable[[list[int]], None] | None = None
-    names: NameTable = field(default_factory=NameTable)
     held: int = 0  # distinct names
     clock: int = 0
     # A block computed again although it is cached becomes a second copy under the same hash: two stores, two removals
@@ -93,6 +94,8 @@ class _Holder:
     ratios: set[int] = field(default_factory=set)  # of chunks that are several of our blocks
     orphans: dict[int, list[_Orphans]] = field(default_factory=dict)  # by the unknown parent's hash
     orphan_at: dict[int, _Orphans] = field(default_factory=dict)  # engine hash -> the newest run with such a block
+    # What the names table says of some that came last, at hand: decoding goes on from one at every block.
+    recent: dict[int | None, int] = field(default_factory=dict)
 
     def tick(self, count: int) -> int:
         """The first of so many consecutive birth numbers."""
@@ -128,7 +131,9 @@ class CacheIndex:
         self._hasher = hasher
         self._views: dict[str, _View] = {}
         self._stores: dict[str, _Holder] = {}
-        self._holders = HolderTable()
+        # As secret as the hasher's root: callers choose the tokens that an engine names blocks by.
+        self._prime = prime_below((1 << 30) - hasher.root % (1 << 29))
+        self._holders = HolderTable(self._prime)
         self._bits: list[bool] = []  # taken or not
         # Bits of holders that are gone are swept from the table piece by piece; then they can be given to others.
         self._swept: list[int] = []
@@ -221,6 +226,9 @@ class CacheIndex:
         first: int | None = None
         view = self._views[worker]
         match event:
+            case Bundle():
+                self.take(worker, event)
+                return None
             case Stored():
                 first = self._store(view, event, before)
             case Removed():
@@ -229,9 +237,6 @@ class CacheIndex:
                 self._name(view, event)
             case Cleared():
                 self.clear(worker, view.cleared)
-            case Bundle():
-                self.take(worker, event)
-                return None
         self._sweep_for(0 if isinstance(event, Cleared) else len(event.hashes))
         return first
 
@@ -258,35 +263,14 @@ class CacheIndex:
 
         Returns our hash of the first block of each.
         """
-        hashes, hasher = bundle.hashes, self._hasher
-        contents = hasher.contents(bundle.tokens, bundle.block_size).tolist()
-        ours: list[int] = []
-        firsts: list[int] = []
-        here: dict[int, int] = {}  # of this bundle's own
+        if len(holder.recent) > _RECENT:
+            holder.recent.clear()
         awaited = [one.orphans.keys() for one in self._readable(view) if one.orphans] if self._parked else []
-        start = 0
-        for parent, blocks, known in zip(bundle.parents, bundle.lengths, self._known(holder, bundle), strict=True):
-            before = hasher.root if parent is None else here.get(parent, known)
-            if before is None:
-                assert parent is not None, "a prompt's first block has the root for a parent"
-                before = self._resolve(view, parent)
-            if before is None:
-                break
-            if blocks == 1:
-                before = hasher.link_one(before, contents[start])
-                here[hashes[start]] = before
-                firsts.append(before)
-                ours.append(before)
-            else:
-                linked = hasher.link_few(before, contents[start : start + blocks])
-                here.update(zip(hashes[start : start + blocks], linked, strict=True))
-                firsts.append(linked[0])
-                ours += linked
-            end = start + blocks
-            if awaited and any(not orphans.isdisjoint(hashes[start:end]) for orphans in awaited):
-                break
-            start = end
-        names = hashes if len(ours) == len(hashes) else hashes[: len(ours)]
+        if awaited or len(bundle.lengths) < len(bundle.hashes):
+            firsts, ours = self._chain_runs(view, holder, bundle, awaited)
+        else:
+            firsts = ours = self._chain_singles(view, holder, bundle)
+        names = bundle.hashes if len(ours) == len(bundle.hashes) else bundle.hashes[: len(ours)]
         if len(names) < _MANY or not self._hold_many(holder, np.array(names, np.uint64), np.array(ours, np.uint64)):
             self._hold_few(holder, names, ours)
         if self._parked:
@@ -294,12 +278,46 @@ class CacheIndex:
         self._shed(holder)
         return firsts
 
-    @staticmethod
-    def _known(holder: _Holder, bundle: Bundle) -> list[int | None]:
-        """What the device's names stand for that the runs go on from; None where there is no such name, or none."""
-        ours = holder.names.views[NameTable.OURS]
-        slots = holder.names.find_few([parent or 0 for parent in bundle.parents])
-        return [ours[at] if at >= 0 else None for at in slots]
+    def _chain_singles(self, view: _View, holder: _Holder, bundle: Bundle) -> list[int]:
+        """Our hashes of runs of one block each."""
+        recent, hasher = holder.recent, self._hasher
+        contents = hasher.contents(bundle.tokens, bundle.block_size).tolist()
+        ours: list[int] = []
+        for parent, name, content in zip(bundle.parents, bundle.hashes, contents, strict=True):
+            before = recent.get(parent)
+            if before is None:
+                before = hasher.root if parent is None else self._resolve(view, parent, holder)
+                if before is None:
+                    break
+            recent[name] = before = hasher.link_one(before, content)
+            ours.append(before)
+        return ours
+
+    def _chain_runs(
+        self, view: _View, holder: _Holder, bundle: Bundle, awaited: Sequence[Set[int]]
+    ) -> tuple[list[int], list[int]]:
+        """Our hashes of the first block of each run, and of all."""
+        recent, hasher, hashes = holder.recent, self._hasher, bundle.hashes
+        contents = hasher.contents(bundle.tokens, bundle.block_size).tolist()
+        firsts: list[int] = []
+        ours: list[int] = []
+        start = 0
+        for parent, blocks in zip(bundle.parents, bundle.lengths, strict=True):
+            before = hasher.root if parent is None else recent.get(parent)
+            if before is None:
+                assert parent is not None, "a prompt's first block has the root for a parent"
+                before = self._resolve(view, parent, holder)
+                if before is None:
+                    break
+            end = start + blocks
+            linked = hasher.link_few(before, contents[start:end])
+            recent.update(zip(hashes[start:end], linked, strict=True))
+            firsts.append(linked[0])
+            ours += linked
+            if any(not orphans.isdisjoint(hashes[start:end]) for orphans in awaited):
+                break
+            start = end
+        return firsts, ours
 
     def _store(self, view: _View, event: Stored, before: int | None = None) -> int | None:
         size = self.family.block_size
@@ -316,6 +334,8 @@ class CacheIndex:
             self.skipped["broken_chain"] += 1
             return None
         holder = self._holder_for(view, event.tier)
+        if holder.recent and not holder.recent.keys().isdisjoint(event.hashes):
+            holder.recent.clear()
         if event.adrift:
             parent = before
         else:
@@ -661,6 +681,7 @@ class CacheIndex:
 
     def _place_orphans(self, holder: _Holder, run: _Orphans, parent: int) -> None:
         self.adopted += self._unpark(holder, run)
+        holder.recent.clear()
         chained = self._hasher.link(parent, run.contents)
         self._hold(holder, run.hashes, chained, run.ratio)
         # Held for a moment, for what they tell of the blocks behind them.
@@ -693,7 +714,8 @@ class CacheIndex:
     def _holder_for(self, view: _View, tier: Tier) -> _Holder:
         holder = self._holder(view, tier)
         if holder is None:
-            holder = _Holder(self._take_bit(), view.caps.of(tier), shared=tier in view.stores)
+            names = NameTable(self._prime)
+            holder = _Holder(self._take_bit(), view.caps.of(tier), names, shared=tier in view.stores)
             if tier is Tier.DEVICE:
                 holder.on_removed = view.on_removed
             if holder.shared:

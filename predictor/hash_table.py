@@ -8,7 +8,10 @@ runs of keys, scalar ones single keys: numpy's calls cost more than a handful of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import itertools
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -32,19 +35,26 @@ _ROOM = 1 << 28  # slots that a table has addresses for: some hundred million en
 _GROWTH = 32
 
 _MASK = (1 << 64) - 1
-_MIX = 0x9E3779B97F4A7C15
 _STAND_IN = 0xD1B54A32D192ED03  # key 0 marks a slot that was never used
-_U_MIX, _U_32, _U_OFFSETS, _U_BITS = np.uint64(_MIX), np.uint64(32), np.uint64(_OFFSETS), np.uint64(_SEGMENT_BITS)
+# A key counts by its rest of a prime below 2^30, since Python is slow with more bits. The rest's low bits say where in
+# its segment a key belongs, the top bits of a multiple of it to which.
+_SPOT_BITS = 30
+_SPREAD, _SPOTS = 0x1E3779B1, (1 << _SPOT_BITS) - 1
+_PRIME = (1 << _SPOT_BITS) - 35
+_DEEPEST = 22  # bits of a directory: enough for all keys that memory holds
+_U_SPREAD, _U_SPOTS, _U_OFFSETS = np.uint64(_SPREAD), np.uint64(_SPOTS), np.uint64(_OFFSETS)
 
 
 class HashTable:
     """Base of tables whose subclass says which of its columns make an entry live.
 
     A slot is *live*, *dead* (its key can still be found, its place may be taken) or was never used. Slots are valid
-    until the next insertion.
+    until the next insertion. `prime`, between 2^29 and 2^30, is what keys are spread by: one that nobody knows, where
+    somebody could choose them.
     """
 
-    def __init__(self, dtypes: tuple[type[np.generic], ...]) -> None:
+    def __init__(self, dtypes: tuple[type[np.generic], ...], prime: int) -> None:
+        self._prime = prime
         # Longer than the table, and not all alike: only what belongs to a segment is looked at.
         self.keys: Keys = zeros(np.uint64, _SEGMENT, _ROOM)
         self.columns = [zeros(dtype, _SEGMENT, _ROOM) for dtype in dtypes]
@@ -70,17 +80,18 @@ class HashTable:
     def find(self, keys: Keys) -> Slots:
         """The slot of each key, live or dead; -1 where there is none."""
         keys = _without_zero(keys)
-        base, offset = self._homes(keys)
-        at = base + offset
+        at = self._homes(keys)
         missed = np.flatnonzero(self.keys[at] != keys)
         if missed.size:
-            at[missed] = self._probe(keys[missed], base[missed], offset[missed])
+            at[missed] = self._probe(keys[missed], at[missed])
         return at
 
-    def _probe(self, keys: Keys, base: Slots, offset: Slots) -> Slots:
+    def _probe(self, keys: Keys, homes: Slots) -> Slots:
         """Where the search of keys that are not in their first slot ends."""
         result = np.full(len(keys), -1, np.int64)
-        rest = (self.keys[base + offset] != 0).nonzero()[0]
+        rest = (self.keys[homes] != 0).nonzero()[0]
+        offset = homes & _OFFSETS
+        base = homes - offset
         step = 0
         while len(rest) > _FEW:
             step += 1
@@ -95,33 +106,11 @@ class HashTable:
 
     def find_one(self, key: int) -> int:
         key = key or _STAND_IN
-        mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
-        base = self._base_of(mixed)
-        offset = (mixed >> 32) & _OFFSETS
-        keys = self._key_view
-        step = 0
-        while True:
-            found = keys[base + offset]
-            if found == key:
-                return base + offset
-            if not found:
-                return -1
+        table, at, step = self._key_view, self._home(key), 0
+        while (found := table[at]) != key and found:
             step += 1
-            offset = (offset + step) & _OFFSETS
-
-    def find_few(self, keys: Iterable[int]) -> list[int]:
-        """The same as `find`, faster for a hundred keys or less."""
-        table, directory, shift = self._key_view, self._directory_view, 64 - self._depth
-        slots = []
-        for given in keys:
-            key = given or _STAND_IN
-            mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
-            base, offset, step = directory[mixed >> shift], (mixed >> 32) & _OFFSETS, 0
-            while (found := table[base + offset]) != key and found:
-                step += 1
-                offset = (offset + step) & _OFFSETS
-            slots.append(base + offset if found else -1)
-        return slots
+            at = _next(at, step)
+        return at if found else -1
 
     # Inserting
 
@@ -131,35 +120,27 @@ class HashTable:
         A value must make its entry live.
         """
         keys = _without_zero(keys)
-        self._make_room(keys)
-        base, offset = self._homes(keys)
-        self._place(keys, base, offset, [np.broadcast_to(np.asarray(value), keys.shape) for value in values])
+        homes = self._make_room(keys)
+        self._place(keys, homes, [np.broadcast_to(np.asarray(value), keys.shape) for value in values])
 
     def insert_one(self, key: int) -> int:
         """Takes a slot for an absent key; the caller fills its columns."""
         key = key or _STAND_IN
-        mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
-        base = self._base_of(mixed)
-        while self._used_view[base >> _SEGMENT_BITS] >= _FULL:
-            self._relieve(base >> _SEGMENT_BITS)
-            base = self._base_of(mixed)
-        at = self._open_slot(base, (mixed >> 32) & _OFFSETS)
+        while self._used_view[(home := self._home(key)) >> _SEGMENT_BITS] >= _FULL:
+            self._relieve(home >> _SEGMENT_BITS)
+        at = self._open_slot(home)
         self._key_view[at] = key
         return at
 
-    def _open_slot(self, base: int, offset: int) -> int:
+    def _open_slot(self, home: int) -> int:
         """The first slot on a key's way that is not live."""
-        keys = self._key_view
-        step = 0
-        while True:
-            at = base + offset
-            if not keys[at]:
-                self._used_view[base >> _SEGMENT_BITS] += 1
-                return at
-            if not self._live_one(at):
-                return at
+        table, at, step = self._key_view, home, 0
+        while table[at] and self._live_one(at):
             step += 1
-            offset = (offset + step) & _OFFSETS
+            at = _next(at, step)
+        if not table[at]:
+            self._used_view[at >> _SEGMENT_BITS] += 1
+        return at
 
     def keys_at(self, slots: Slots) -> list[int]:
         """The keys in these slots, as they were entered."""
@@ -184,31 +165,34 @@ class HashTable:
 
     # Inside
 
-    def _base_of(self, mixed: int) -> int:
-        return self._directory_view[mixed >> (64 - self._depth)]
+    def _home(self, key: int) -> int:
+        """Where the search for a key begins."""
+        spot = key % self._prime
+        return self._directory_view[(spot * _SPREAD & _SPOTS) >> (_SPOT_BITS - self._depth)] + (spot & _OFFSETS)
 
-    def _homes(self, keys: Keys) -> tuple[Slots, Slots]:
-        mixed = keys ^ (keys >> _U_32)
-        mixed *= _U_MIX
-        offset = ((mixed >> _U_32) & _U_OFFSETS).view(np.int64)
-        if self._depth == 0:
-            return np.full(len(keys), self._directory[0]), offset
-        return self._directory[(mixed >> np.uint64(64 - self._depth)).view(np.int64)], offset
+    def _homes(self, keys: Keys) -> Slots:
+        spots = keys % np.uint64(self._prime)
+        offset = (spots & _U_OFFSETS).view(np.int64)
+        spots *= _U_SPREAD
+        spots &= _U_SPOTS
+        spots >>= np.uint64(_SPOT_BITS - self._depth)
+        offset += self._directory[spots.view(np.int64)]
+        return offset
 
-    def _make_room(self, keys: Keys) -> None:
+    def _make_room(self, keys: Keys) -> Slots:
+        """Sees to it that these keys can be entered; where the search for each begins."""
         while True:
-            base, _ = self._homes(keys)
-            incoming = np.bincount(base >> _SEGMENT_BITS, minlength=len(self._used))
+            homes = self._homes(keys)
+            incoming = np.bincount(homes >> _SEGMENT_BITS, minlength=len(self._used))
             incoming[incoming > 0] += self._used[incoming > 0]
             over = (incoming > _FULL).nonzero()[0]
             if not len(over):
-                return
+                return homes
             for segment in over.tolist():
                 self._relieve(segment, int(incoming[segment] - self._used[segment]))
 
     def _make_room_for_one(self, key: int) -> None:
-        key = key or _STAND_IN
-        self._relieve(self._base_of(((key ^ (key >> 32)) * _MIX) & _MASK) >> _SEGMENT_BITS)
+        self._relieve(self._home(key or _STAND_IN) >> _SEGMENT_BITS)
 
     def _relieve(self, segment: int, incoming: int = 1) -> None:
         """Cleans a full segment of its dead entries, and splits it if that is not enough."""
@@ -236,24 +220,27 @@ class HashTable:
     def _spread(self, keys: Keys) -> Slots:
         """Enters distinct keys into segments that are empty."""
         table = self.keys
-        base, offset = self._homes(keys)
-        at = slots = base + offset
-        rest = np.arange(len(keys))
+        slots = self._homes(keys)
+        offset = slots & _OFFSETS
+        base = slots - offset
+        table[slots] = keys
+        rest = np.flatnonzero(table[slots] != keys)  # of several that want a slot the last to write has it
         step = 0
-        while True:
-            free = np.flatnonzero(table[at] == 0)
-            table[at[free]] = keys[rest[free]]
-            won = table[at] == keys[rest]  # of several that want a slot the last to write has it
-            slots[rest[won]] = at[won]
-            rest = rest[~won]
-            if not len(rest):
-                return slots
+        while len(rest):
             step += 1
             at = base[rest] + ((offset[rest] + (step * (step + 1) >> 1)) & _OFFSETS)
+            wanted = keys[rest]
+            free = np.flatnonzero(table[at] == 0)
+            table[at[free]] = wanted[free]
+            won = table[at] == wanted
+            slots[rest[won]] = at[won]
+            rest = rest[~won]
+        return slots
 
     def _split(self, segment: int) -> None:
         """Half of a segment's part of the directory goes to a new one."""
         depth = self._depths[segment]
+        assert depth < _DEEPEST, "a thousand keys have a rest in common: somebody knows the prime"
         if depth == self._depth:
             self._directory = np.repeat(self._directory, 2)
             self._depth += 1
@@ -278,8 +265,10 @@ class HashTable:
         self.keys = longer(self.keys, slots, 4 * slots)
         self.columns = [longer(column, slots, 4 * slots) for column in self.columns]
 
-    def _place(self, keys: Keys, base: Slots, offset: Slots, values: list[Column]) -> None:
+    def _place(self, keys: Keys, homes: Slots, values: list[Column]) -> None:
         table = self.keys
+        offset = homes & _OFFSETS
+        base = homes - offset
         rest = np.arange(len(keys))
         step = 0
         while len(rest) > _FEW:
@@ -300,7 +289,7 @@ class HashTable:
             left[open_] = ~won
             rest = rest[left]
         for one in rest.tolist():
-            at_one = self._open_slot(int(base[one]), int(offset[one]))
+            at_one = self._open_slot(int(homes[one]))
             table[at_one] = keys[one]
             for column, value in zip(self.columns, values, strict=True):
                 column[at_one] = value[one]
@@ -325,6 +314,20 @@ def _without_zero(keys: Keys) -> Keys:
     return keys if keys.all() else np.where(keys == 0, np.uint64(_STAND_IN), keys)
 
 
+def _next(at: int, step: int) -> int:
+    """Where the search goes on that has come to `at` in so many steps: round and round in its segment."""
+    return at & ~_OFFSETS | (at + step) & _OFFSETS
+
+
+@functools.cache
+def prime_below(number: int) -> int:
+    """The largest one; `number` is 5 or more."""
+    candidate = (number - 2) | 1
+    while not (candidate % np.arange(3, math.isqrt(candidate) + 1, 2)).all():
+        candidate -= 2
+    return candidate
+
+
 class NameTable(HashTable):
     """What an engine calls a block, to what we call it; `born` counts up in the order in which they came.
 
@@ -333,8 +336,8 @@ class NameTable(HashTable):
 
     OURS, BORN = 0, 1  # columns
 
-    def __init__(self) -> None:
-        super().__init__((np.uint64, np.uint32))
+    def __init__(self, prime: int = _PRIME) -> None:
+        super().__init__((np.uint64, np.uint32), prime)
 
     @property
     def ours(self) -> Keys:
@@ -364,52 +367,54 @@ class NameTable(HashTable):
 
     def _enter(self, names: Sequence[int], ours: Sequence[int], first_born: int, start: int, live: list[int]) -> int:
         """The same from `start` on, as far as there is room."""
-        table, directory, shift, used = self._key_view, self._directory_view, 64 - self._depth, self._used_view
-        ours_view, born_view = self.views
-        for place, name in enumerate(names[start:] if start else names, start):
+        table, directory, used = self._key_view, self._directory_view, self._used_view
+        prime, shift = self._prime, _SPOT_BITS - self._depth
+        stand_for, born = self.views
+        if start:
+            names, ours, first_born = names[start:], ours[start:], first_born + start
+        for name, our, birth in zip(names, ours, itertools.count(first_born), strict=False):
             key = name or _STAND_IN
-            mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
-            base, offset, open_at = directory[mixed >> shift], (mixed >> 32) & _OFFSETS, -1
-            found = table[at := base + offset]
-            if found and found != key:
-                step = 0
-                while found and found != key:
-                    if open_at < 0 and not born_view[at]:
-                        open_at = at
-                    step += 1
-                    offset = (offset + step) & _OFFSETS
-                    found = table[at := base + offset]
+            spot = key % prime
+            base = directory[(spot * _SPREAD & _SPOTS) >> shift]
+            at, step, open_at = base + (spot & _OFFSETS), 0, -1
+            while (found := table[at]) != key and found:
+                if open_at < 0 and not born[at]:
+                    open_at = at
+                step += 1
+                at = base + ((at + step) & _OFFSETS)
             if found:
-                if born_view[at]:
-                    live.append(place)
+                if born[at]:
+                    live.append(start + birth - first_born)
                     continue
             elif open_at >= 0:
                 at = open_at
-            elif used[base >> _SEGMENT_BITS] < _FULL:
-                used[base >> _SEGMENT_BITS] += 1
+            elif (count := used[at >> _SEGMENT_BITS]) < _FULL:
+                used[at >> _SEGMENT_BITS] = count + 1
             else:
-                return place
+                return start + birth - first_born
             table[at] = key
-            ours_view[at] = ours[place]
-            born_view[at] = first_born + place
-        return len(names)
+            stand_for[at] = our
+            born[at] = birth
+        return start + len(names)
 
     def let_go_of_few(self, names: Sequence[int]) -> tuple[list[int], list[int]]:
         """What those that are live stood for, which they are not from now on; and the others."""
-        table, directory, shift = self._key_view, self._directory_view, 64 - self._depth
-        ours_view, born_view = self.views
+        table, directory = self._key_view, self._directory_view
+        prime, shift = self._prime, _SPOT_BITS - self._depth
+        stand_for, born = self.views
         ours: list[int] = []
         others: list[int] = []
         for name in names:
             key = name or _STAND_IN
-            mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
-            base, offset, step = directory[mixed >> shift], (mixed >> 32) & _OFFSETS, 0
-            while (found := table[at := base + offset]) != key and found:
+            spot = key % prime
+            base = directory[(spot * _SPREAD & _SPOTS) >> shift]
+            at, step = base + (spot & _OFFSETS), 0
+            while (found := table[at]) != key and found:
                 step += 1
-                offset = (offset + step) & _OFFSETS
-            if found and born_view[at]:
-                born_view[at] = 0
-                ours.append(ours_view[at])
+                at = base + ((at + step) & _OFFSETS)
+            if found and born[at]:
+                born[at] = 0
+                ours.append(stand_for[at])
             else:
                 others.append(name)
         return ours, others
@@ -418,8 +423,8 @@ class NameTable(HashTable):
 class HolderTable(HashTable):
     """What we call a block, to the set of its holders: bit b of them is bit b % 64 of column b // 64."""
 
-    def __init__(self) -> None:
-        super().__init__((np.uint64,))
+    def __init__(self, prime: int = _PRIME) -> None:
+        super().__init__((np.uint64,), prime)
 
     def _live(self, at: Slots | slice) -> Flags:
         live: Flags = self.columns[0][at] != 0
@@ -443,27 +448,29 @@ class HolderTable(HashTable):
 
     def _mark(self, ours: Sequence[int], word: int, mask: int, start: int, marked: list[int]) -> int:
         """The same from `start` on, as far as there is room."""
-        table, directory, shift, used = self._key_view, self._directory_view, 64 - self._depth, self._used_view
+        table, directory, used = self._key_view, self._directory_view, self._used_view
+        prime, shift = self._prime, _SPOT_BITS - self._depth
         masks, alone = self.views[word], len(self.views) == 1
-        for place in range(start, len(ours)):
-            key = ours[place] or _STAND_IN
-            mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
-            base, offset, step, open_at = directory[mixed >> shift], (mixed >> 32) & _OFFSETS, 0, -1
-            while (found := table[at := base + offset]) != key and found:
+        for place, our in enumerate(ours[start:] if start else ours, start):
+            key = our or _STAND_IN
+            spot = key % prime
+            base = directory[(spot * _SPREAD & _SPOTS) >> shift]
+            at, step, open_at = base + (spot & _OFFSETS), 0, -1
+            while (found := table[at]) != key and found:
                 if open_at < 0 and not (masks[at] if alone else self._live_one(at)):
                     open_at = at
                 step += 1
-                offset = (offset + step) & _OFFSETS
+                at = base + ((at + step) & _OFFSETS)
             if found:
                 if (held := masks[at]) & mask:
-                    marked.append(ours[place])
+                    marked.append(our)
                 else:
                     masks[at] = held | mask
                 continue
             if open_at >= 0:
                 at = open_at
-            elif used[base >> _SEGMENT_BITS] < _FULL:
-                used[base >> _SEGMENT_BITS] += 1
+            elif (count := used[at >> _SEGMENT_BITS]) < _FULL:
+                used[at >> _SEGMENT_BITS] = count + 1
             else:
                 return place
             table[at] = key
@@ -472,14 +479,16 @@ class HolderTable(HashTable):
 
     def unmark_few(self, ours: Sequence[int], word: int, mask: int) -> None:
         """Takes a bit from each of those that are there."""
-        table, directory, shift = self._key_view, self._directory_view, 64 - self._depth
+        table, directory = self._key_view, self._directory_view
+        prime, shift = self._prime, _SPOT_BITS - self._depth
         masks, rest = self.views[word], ~mask & _MASK
         for our in ours:
             key = our or _STAND_IN
-            mixed = ((key ^ (key >> 32)) * _MIX) & _MASK
-            base, offset, step = directory[mixed >> shift], (mixed >> 32) & _OFFSETS, 0
-            while (found := table[at := base + offset]) != key and found:
+            spot = key % prime
+            base = directory[(spot * _SPREAD & _SPOTS) >> shift]
+            at, step = base + (spot & _OFFSETS), 0
+            while (found := table[at]) != key and found:
                 step += 1
-                offset = (offset + step) & _OFFSETS
+                at = base + ((at + step) & _OFFSETS)
             if found:
                 masks[at] &= rest

@@ -13,9 +13,8 @@ import enum
 import hashlib
 import itertools
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import msgspec
@@ -41,6 +40,7 @@ _PIECE_BYTES = 1 << 17
 _MOST_SMALL, _FEWEST_BUNDLED, _MOST_BUNDLED = 64, 4, 512
 # Of an event that is longer than that by itself so many tokens are unpacked at once.
 _PART_TOKENS = 8192
+_NO_KEYS = [[None] * blocks for blocks in range(_MOST_SMALL + 1)]
 _NIL = b"\xc0"
 # Bytes of a packed integer by its first one; 0: it is none.
 _WIDTHS = bytes([1] * 0x80 + [0] * 0x4C + [2, 3, 5, 9, 2, 3, 5, 9] + [0] * 0x0C + [1] * 0x20)
@@ -140,14 +140,13 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
 KvEvent = Stored | Named | Removed | Cleared | Bundle
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """One published payload. `skipped` counts what was not understood, by reason."""
 
     timestamp_s: float | None
     events: tuple[KvEvent, ...]
     rank: int | None
-    skipped: Mapping[str, int] = field(default_factory=dict)
+    skipped: Mapping[str, int] = {}
 
 
 class MalformedBatch(ValueError):
@@ -393,7 +392,7 @@ class _Integers:
 
 def _read(timestamp_s: float | None, items: Sequence[object], rank: int | None) -> Batch:
     events: list[KvEvent] = []
-    skipped: Counter[str] = Counter()
+    skipped: dict[str, int] = {}
     removals: list[tuple[int, list[Sequence[int]]]] = []  # an event, and the hashes of those that go with it
     more: list[Sequence[int]] = []
     place: _Place | None = None  # of the removal before, as it stands there
@@ -420,7 +419,7 @@ def _read(timestamp_s: float | None, items: Sequence[object], rank: int | None) 
             events.append(_event(item))
         except _Skip as reason:
             place = None
-            skipped[str(reason)] += 1
+            skipped[str(reason)] = skipped.get(str(reason), 0) + 1
     for at, others in removals:
         if others:
             first = events[at]
@@ -453,46 +452,61 @@ def _bundle(items: Sequence[object], start: int) -> tuple[Bundle | Removed | Non
     parents: list[int | None] = []
     ids: list[int] = []
     size = 0
-    in_front, in_front_blocks = start, 0  # where the removals before all stores end
+    in_front = in_front_blocks = 0  # where the removals before all stores end
     first = items[start]
     group = first.group_idx if isinstance(first, (_PlainStored, _PlainRemoved)) else None
     end = start
-    for item in itertools.islice(items, start, None):
+    usual: object = None  # what runs say that are told together
+    for item in itertools.islice(items, start, start + _MOST_BUNDLED):
         if type(item) is _PlainStored:
             told, keys, parent = item.block_hashes, item.extra_keys, item.parent_block_hash
             blocks = len(told)
+            says = (
+                item.block_size,
+                item.group_idx,
+                item.medium,
+                item.kv_cache_spec_kind,
+                item.lora_id,
+                item.lora_name,
+                item.cache_salt,
+                item.lookahead_token_ids,
+            )
+            if says != usual:
+                if (
+                    lengths
+                    or says[4:] != (None, None, None, None)
+                    or item.group_idx != group
+                    or not (item.medium == "GPU" or item.medium is None)
+                    or not (item.kv_cache_spec_kind is None or item.kv_cache_spec_kind in _PREFIX_KINDS)
+                ):
+                    break
+                usual, size = says, item.block_size
             if (
                 not 0 < blocks <= _MOST_SMALL
-                or not (item.lora_id is None is item.lora_name)
-                or not (item.cache_salt is None is item.lookahead_token_ids)
-                or (keys is not None and not len(keys) == keys.count(None) == blocks)
+                or len(item.token_ids) != blocks * size
+                or (keys is not None and keys != _NO_KEYS[blocks])
                 or (parent is not None and parent <= 0)
-                or item.block_size != (size or item.block_size)
-                or len(item.token_ids) != blocks * item.block_size
-                or item.group_idx != group
-                or not (item.medium == "GPU" or item.medium is None)
-                or not (item.kv_cache_spec_kind is None or item.kv_cache_spec_kind in _PREFIX_KINDS)
             ):
                 break
-            size = item.block_size
+            if not lengths:
+                in_front, in_front_blocks = end, len(removed)
             hashes += told
             lengths.append(blocks)
             parents.append(parent)
             ids += item.token_ids
         elif type(item) is _PlainRemoved:
+            told = item.block_hashes
             if (
                 item.group_idx != group
                 or item.kv_cache_spec_kind is not None
                 or not (item.medium == "GPU" or item.medium is None)
             ):
                 break
-            removed += item.block_hashes
-            if not lengths:
-                in_front, in_front_blocks = end + 1, len(removed)
+            removed += told
         else:
             break
         end += 1
-        if len(hashes) + len(removed) >= _MOST_BUNDLED:
+        if len(told) > 1 and len(hashes) + len(removed) >= _MOST_BUNDLED:
             break
     if 0 < len(lengths) < _FEWEST_BUNDLED <= in_front - start:
         # What is evicted for a step's one prompt, before it.

@@ -778,9 +778,10 @@ def wire(event: Stored | Removed | Named | Cleared) -> dict[str, object]:
     st.sampled_from([1, 65]),
     st.integers(4, 30),
     st.sampled_from([3, 192]),
+    st.sampled_from([0, 1024]),
 )
 def test_an_index_cannot_tell_bundles_from_one_event_after_the_other(
-    events: list[Stored | Removed | Named | Cleared], bits: int, most: int, many: int
+    events: list[Stored | Removed | Named | Cleared], bits: int, most: int, many: int, recent: int
 ) -> None:
     payload = msgspec.msgpack.encode([0.0, [wire(event) for event in events], 0])
     one_by_one, bundled = CacheIndex(hasher(), FAMILY), CacheIndex(hasher(), FAMILY)
@@ -791,6 +792,7 @@ def test_an_index_cannot_tell_bundles_from_one_event_after_the_other(
     worker = str(bits - 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_index, "_MANY", many)
+        patch.setattr(cache_index, "_RECENT", recent)
         told = [(event, one_by_one.apply(worker, event)) for event in decode_batch(payload).events]
         firsts: list[int | None] = []
         for piece in decode_pieces(payload, most):
@@ -803,6 +805,33 @@ def test_an_index_cannot_tell_bundles_from_one_event_after_the_other(
     assert firsts == [first for event, first in told if isinstance(event, Stored)]
     assert contents_of(bundled, worker) == contents_of(one_by_one, worker)
     assert len(bundled) == len(one_by_one)
+
+
+def bundle_of(*runs: Stored) -> Bundle:
+    (batch,) = decode_pieces(msgspec.msgpack.encode([0.0, [wire(run) for run in runs], 0]), 100)
+    (bundle,) = batch.events
+    assert isinstance(bundle, Bundle)
+    return bundle
+
+
+def test_decoding_goes_on_from_what_a_name_was_last_said_to_be() -> None:
+    index = index_of("a")
+    index.apply("a", bundle_of(*[store([number], [number, number]) for number in (1, 2, 3, 4)]))
+    index.apply("a", removal(1, 2))
+    index.apply("a", store([1], [8, 8]))
+    index.apply("a", bundle_of(*[store([10 + number], [9, 9], parent=number) for number in (1, 2, 3, 4)]))
+    assert [index.runs(prompt(*tokens))["a"] for tokens in ((8, 8, 9, 9), (1, 1, 9, 9), (3, 3, 9, 9))] == [2, 0, 2]
+
+
+def test_what_decoding_goes_on_from_is_kept_at_hand_for_so_many_blocks_only() -> None:
+    index = index_of("a")
+    for first in range(1, 20_001, 64):
+        names = range(first, first + 64)
+        index.apply("a", bundle_of(*[store([name], [name, name], parent=max(0, name - 64) or None) for name in names]))
+    (holder,) = index._views["a"].own.values()
+    assert len(holder.recent) <= cache_index._RECENT + 64
+    assert index.blocks("a") == 20_032
+    assert not index.skipped
 
 
 def test_the_first_bundle_of_an_engine_with_groups_says_which_one_is_followed() -> None:

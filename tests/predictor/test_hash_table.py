@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor import column, hash_table
+from predictor.cache_index import CacheIndex
 from predictor.hash_table import HolderTable, NameTable
+from predictor.prompt import BlockHasher, HashFamily
 
 
 def keys_of(*numbers: int) -> np.ndarray:
@@ -77,7 +80,7 @@ def test_a_table_finds_what_was_entered_and_what_was_let_go_of_is_dead(steps: li
     slots = table.find(everything)
     assert (slots >= 0).all()
     assert table.ours[slots].tolist() == list(twin.values())
-    assert [table.find_one(key) for key in twin] == table.find_few(twin) == slots.tolist()
+    assert [table.find_one(key) for key in twin] == slots.tolist()
     others = [key for key in range(50) if key not in twin]
     for key, at in zip(others, table.find(np.array(others, np.uint64)).tolist(), strict=True):
         assert at == table.find_one(key)
@@ -174,14 +177,15 @@ def test_no_insertion_moves_more_than_what_one_event_can_split() -> None:
     rng = np.random.default_rng(3)
     table = HolderTable()
     moved: list[int] = []
-    place = HolderTable._place
+    counted = {name: getattr(HolderTable, name) for name in ("_place", "_spread")}
 
-    def counted(self: HolderTable, keys: np.ndarray, *rest: object) -> None:
+    def count(self: HolderTable, keys: np.ndarray, *rest: object, name: str) -> object:
         moved[-1] += len(keys)
-        place(self, keys, *rest)  # type: ignore[arg-type]
+        return counted[name](self, keys, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hash_table.HashTable, "_place", counted)
+        for name in counted:
+            patch.setattr(hash_table.HashTable, name, partialmethod(count, name=name))
         for _ in range(600):
             moved.append(0)
             table.insert(rng.integers(1, 2**64, 512, dtype=np.uint64), np.uint64(1))
@@ -237,3 +241,19 @@ assert (tables[0].ours[tables[0].find(keys)] == keys).all()
 assert len(bytearray(1 << 30)) == 1 << 30
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2], timeout=60)
+
+
+def test_keys_that_one_segment_cannot_tell_apart_are_refused_before_memory_is() -> None:
+    table = NameTable()
+    keys = np.arange(1, 2_000, dtype=np.uint64) * np.uint64(table._prime)
+    with pytest.raises(AssertionError, match="rest in common"):
+        table.insert(keys, keys, np.uint32(1))
+    assert table.bytes < 128 << 20
+
+
+def test_what_keys_are_spread_by_is_as_secret_as_the_hashes() -> None:
+    primes = {CacheIndex(BlockHasher(np.random.default_rng(seed)), HashFamily(16))._prime for seed in range(20)}
+    assert len(primes) == 20
+    for prime in primes:
+        assert 1 << 29 < prime < 1 << 30
+        assert all(prime % number for number in range(2, 1 << 15))
