@@ -73,6 +73,7 @@ class _Round:
     first: int
     overlaps: bool  # it is to begin with the last batch that we know
     held_before: bool  # live batches that were there before prove that something is missing
+    looks: bool  # nothing is known to be missing
     batches: int = 0
     progress: bool = False
     broken: bool = False
@@ -107,6 +108,7 @@ class FeedState:
         self._offline_s = 0.0
         self._given_up = False  # nobody answered: followed without what is missing, which is still asked for
         self._hole: int | None = None
+        self._found = range(0)  # batches that a look has brought, and of which live copies may still come
         self._empty_rounds = 0
 
     @property
@@ -168,6 +170,7 @@ class FeedState:
             self.faults["disconnect"] += 1
         self._phase, self._offline_s = _Phase.OFFLINE, now_s
         self._round = self._ask_at_s = self._look_at_s = None
+        self._found = range(0)
         self._release_held()
         return ()
 
@@ -206,6 +209,7 @@ class FeedState:
             return ()
         if seq < self._next:
             return self._seen_before(seq, payload, now_s)
+        self._copies_come_from(seq)
         if seq == self._next and (seq == 0 or self._begin is not None):
             return [self._take(seq, payload, live=True), *self._take_held()]
         return self._too_early(seq, payload, now_s)
@@ -214,8 +218,15 @@ class FeedState:
         """A PUB socket delivers in order: what is no copy is from an engine that began again."""
         if self._recent.knows(seq, payload):
             self.repeated += 1
+            self._copies_come_from(seq)
             return ()
         return [*self._start_over("restart", now_s), *self.live(seq, payload, now_s)]
+
+    def _copies_come_from(self, seq: int) -> None:
+        """A PUB socket delivers in order: what a look has found and is before this batch, was lost."""
+        if self._found and self._found.start < seq:
+            self.faults["lost_end"] += 1
+        self._found = range(max(self._found.start, seq + 1), self._found.stop)
 
     def _too_early(self, seq: int, payload: bytes, now_s: float) -> Sequence[Step]:
         if self._phase is _Phase.FOLLOWING and self._begin is not None:
@@ -236,11 +247,14 @@ class FeedState:
         due_s = self.due_s
         if due_s is None or due_s > now_s:
             return None
+        if self._look_at_s is not None and self._look_at_s <= now_s:
+            self._copies_come_from(self._next)  # they are long overdue
         self._ask_at_s = self._look_at_s = None
         self._rounds += 1
         overlaps = self._next > 0 and not self._given_up
         first = self._next - 1 if overlaps else 0
-        self._round = _Round(self._rounds, first, overlaps, bool(self._held))
+        looks = self._phase is _Phase.FOLLOWING and self._begin is not None
+        self._round = _Round(self._rounds, first, overlaps, bool(self._held), looks)
         return first
 
     def replayed(self, number: int, seq: int, payload: bytes, now_s: float) -> Sequence[Step]:
@@ -275,6 +289,8 @@ class FeedState:
         if self._phase is _Phase.DOUBTED or self._begin is None:
             self._phase = _Phase.BEHIND
         current.progress = True
+        if current.looks:
+            self._found = range(self._found.start if self._found else seq, seq + 1)
         return [*steps, self._take(seq, payload), *self._take_held()]
 
     def _replayed_before(self, seq: int, payload: bytes, now_s: float) -> Sequence[Step]:
@@ -405,6 +421,7 @@ class FeedState:
         self._next, self._begin, self._whole, self._given_up, self._hole = 0, None, False, False, None
         self._recent = _Recent()
         self._end = 0
+        self._found = range(0)
         if not keep_held:
             self._release_held()
         return [Clear()]

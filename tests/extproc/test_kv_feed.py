@@ -142,6 +142,16 @@ async def test_a_gap_is_filled_from_the_first_missing_batch(follower: Follower, 
     assert follower.batches("applied") == 6
 
 
+async def test_an_end_that_was_lost_is_found_and_counted(follower: Follower, publisher: FakePublisher) -> None:
+    await joined(follower, publisher, 3)
+    await publisher.publish(stored(3))
+    publisher.drop(stored(4))
+    await follower.applied(5)
+    await until(lambda: follower.faults("lost_end") == 1)
+    assert (follower.blocks, follower.trusted) == (5, True)
+    assert follower.faults("gap") == 0
+
+
 async def test_a_gap_that_cannot_be_filled_clears_the_view(follower: Follower, engine: FakePublisher) -> None:
     await joined(follower, engine, 3)
     engine.drop(stored(3))

@@ -180,6 +180,59 @@ def test_a_lost_end_is_found_when_the_stream_falls_silent(engine: Engine) -> Non
     assert (engine.trust, engine.view) == (Trust.LIVE, engine.history())
 
 
+@pytest.mark.parametrize("batches", [1, 7])
+def test_a_lost_end_that_is_found_is_counted_once(engine: Engine, batches: int) -> None:
+    followed(engine)
+    engine.lose(batches)
+    engine.wait(60)
+    assert dict(engine.state.faults) == {"lost_end": 1}
+    engine.lose(batches)
+    engine.state.expect(engine.now_s)
+    engine.wait(1)
+    engine.publish()
+    assert (engine.trust, engine.view, dict(engine.state.faults)) == (Trust.LIVE, engine.history(), {"lost_end": 2})
+
+
+def test_a_lost_beginning_of_which_nothing_else_came_is_counted(engine: Engine) -> None:
+    engine.connect()
+    engine.wait()
+    engine.lose(3)
+    engine.wait(60)
+    assert (engine.trust, engine.view, dict(engine.state.faults)) == (Trust.LIVE, engine.history(), {"lost_end": 1})
+
+
+def test_what_a_look_brings_before_its_live_copies_come_is_not_lost(engine: Engine) -> None:
+    followed(engine)
+    engine.lose(3)
+    engine.wait(0.7)
+    assert engine.view == engine.history()
+    for seq in (5, 6, 7):
+        engine.deliver(seq)
+    engine.publish(2)
+    engine.wait(60)
+    assert (engine.trust, engine.view, dict(engine.state.faults)) == (Trust.LIVE, engine.history(), {})
+
+
+def test_of_what_a_look_brings_what_comes_no_more_is_lost(engine: Engine) -> None:
+    followed(engine)
+    engine.lose(3)
+    engine.wait(0.7)
+    engine.deliver(6)
+    assert dict(engine.state.faults) == {"lost_end": 1}
+    engine.deliver(7)
+    engine.publish(2)
+    engine.wait(60)
+    assert (engine.view, dict(engine.state.faults)) == (engine.history(), {"lost_end": 1})
+
+
+def test_what_a_look_brings_of_another_life_is_no_lost_end(engine: Engine) -> None:
+    followed(engine)
+    engine.restart(seen=False)
+    engine.lose(8)
+    engine.wait(60)
+    assert (engine.trust, engine.view, dict(engine.state.faults)) == (Trust.LIVE, engine.history(), {"restart": 1})
+
+
 def test_an_engine_with_something_to_do_is_not_left_to_its_silence(engine: Engine) -> None:
     followed(engine)
     engine.wait(5)
