@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRun:
+class StoredRun(msgspec.Struct, frozen=True):
     """Consecutive blocks that an engine announced as stored."""
 
     first: int | None  # our hash of the prefix that ends with the first of them, where it is known
