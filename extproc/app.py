@@ -347,7 +347,10 @@ class App:
             await asyncio.sleep(_HOUSEKEEPING_S)
             expired = self._fleet.expire(self._config.tickets.max_age_s, self._clock())
             self._ledger.given_up(expired, "age")
-            self._ledger.look_back()
+            more = self._ledger.look_back()
+            while more:
+                await asyncio.sleep(0)
+                more = self._ledger.look_back()
             self._ledger.give_up_silent()
             silent = set(self._fleet.silent_workers())
             for worker in silent - self._silent:

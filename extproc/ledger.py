@@ -26,6 +26,8 @@ USAGE_NAMESPACE = "headway.usage"
 BACK_OFF_S = 2.0
 # The access log reports an end within milliseconds; a ticket without one must not be held for long.
 SILENT_S = 1.0
+# Verdicts on refusals that are told before others have their turn: about a microsecond each.
+_REVIEWS_A_TURN = 1000
 
 _GIVEN_UP = "given_up"
 _LEFT = "downstream_connection_termination"
@@ -154,24 +156,19 @@ class Ledger:
                 self._silent_since_s.pop(ticket.id, None)
                 self._metrics.ended.labels(source).inc()
 
-    def look_back(self) -> None:
-        """Tells what has become of refusals, and where admission has changed its mode because of it."""
-        for pool, review in self._fleet.take_reviews(self._clock()):
-            carried_out = "enforced" if review.enforced else "shadow"
+    def look_back(self) -> bool:
+        """Tells what has become of refusals, and where admission has changed its mode because of it. True if there is
+        more to be told, once others have had their turn: a burst of refusals is a burst of verdicts, too."""
+        reviews = self._fleet.take_reviews(self._clock(), _REVIEWS_A_TURN)
+        for pool, review in reviews:
+            carried_out = request_log.carried_out(review)
             self._metrics.refusals_graded.labels(pool, review.reason.value, carried_out, review.verdict.value).inc()
-            self._log(
-                "refusal_graded",
-                id=review.id,
-                worker=review.worker,
-                reason=review.reason.value,
-                carried_out=carried_out,
-                verdict=review.verdict.value,
-                wait_s=None if review.wait_s is None else round(review.wait_s, 3),
-            )
+            self._log.later("refusal_graded", request_log.reviewed, review)
         for pool, mode, rate in self._fleet.take_steps():
             self._metrics.admission_steps.labels(pool, mode.value).inc()
             # Whoever runs this has to know: until it steps up again, bounds are not kept by refusing.
             self._log("admission_stepped", pool=pool, to=mode.value, false_alarm_rate=round(rate, 3), level="warning")
+        return len(reviews) == _REVIEWS_A_TURN
 
     def _ended(self, ticket_id: str, entry: _Entry, end: RequestEnd) -> None:
         if not entry.answered:

@@ -6,6 +6,7 @@ from predictor.admission import Refusal
 from predictor.fleet import Decision, Ended, Grant, NoWorker, Wish
 from predictor.forecast import Forecast
 from predictor.grading import Grade
+from predictor.hindsight import Review
 
 _CANDIDATES = 4
 
@@ -58,6 +59,23 @@ def ended(of: Ended, status: int | None, source: str) -> dict[str, object]:
         "output_tokens": of.usage.output_tokens,
         "cache": None if of.cache is None else of.cache.value,
     }
+
+
+def reviewed(review: Review) -> dict[str, object]:
+    """The fields of the event `refusal_graded`."""
+    return {
+        "id": review.id,
+        "worker": review.worker,
+        "reason": review.reason.value,
+        "carried_out": carried_out(review),
+        "verdict": review.verdict.value,
+        "wait_s": None if review.wait_s is None else round(review.wait_s, 3),
+    }
+
+
+def carried_out(review: Review) -> str:
+    """What became of the refusal, in a word."""
+    return "enforced" if review.enforced else "shadow"
 
 
 def _outcome(made: Decision) -> dict[str, object]:

@@ -926,15 +926,13 @@ class Fleet:
     def ticket(self, ticket_id: str) -> Ticket | None:
         return self._tickets.get(ticket_id)
 
-    def take_reviews(self, now_s: float) -> list[tuple[str, Review]]:
-        """What has become of refusals since the last call, with their pools."""
+    def take_reviews(self, now_s: float, most: int = _MOST_REVIEWS) -> list[tuple[str, Review]]:
+        """What has become of refusals since the last call, with their pools; `most` of it, the rest the next time."""
         for home in self._pools.values():
             for worker in home.workers.values():
                 if len(worker.hindsight):
                     self._reviewed(home, worker.hindsight.before(now_s))
-        reviews = list(self._reviews)
-        self._reviews.clear()
-        return reviews
+        return [self._reviews.popleft() for _ in range(min(most, len(self._reviews)))]
 
     def take_steps(self) -> list[tuple[str, Mode, float]]:
         """Pools whose guard has changed what they do with refusals since the last call, how, and the false-alarm rate

@@ -13,9 +13,10 @@ from extproc import wire
 from extproc.answer import AnswerKind
 from extproc.exchange import RequestEnd
 from extproc.ledger import USAGE_NAMESPACE
-from predictor.admission import Mode, Reason
+from predictor.admission import Mode, Reason, Refusal
 from predictor.fleet import Grant, Ticket, Usage, Wish
 from predictor.hindsight import Review, Verdict
+from predictor.prefill_cost import StepCost
 from predictor.prompt import Prompt
 from tests.fakes.clock import ManualClock
 from tests.fakes.envoy import log_entry
@@ -374,7 +375,7 @@ def test_what_became_of_refusals_is_counted_and_told_and_a_changed_mode_loudly(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     review = Review("r-1", "a", Reason.QUEUE_WAIT, enforced=True, verdict=Verdict.FALSE_ALARM, wait_s=2.0, spare=0.6)
-    monkeypatch.setattr(desk.filter.fleet, "take_reviews", lambda now_s: [("m", review)])
+    monkeypatch.setattr(desk.filter.fleet, "take_reviews", lambda now_s, most: [("m", review)])
     monkeypatch.setattr(desk.filter.fleet, "take_steps", lambda: [("m", Mode.SHADOW, 0.5)])
     desk.ledger.look_back()
     labels = {"pool": "m", "reason": "queue_wait", "carried_out": "enforced", "verdict": "false_alarm"}
@@ -384,3 +385,23 @@ def test_what_became_of_refusals_is_counted_and_told_and_a_changed_mode_loudly(
     assert (graded["id"], graded["verdict"], graded["wait_s"]) == ("r-1", "false_alarm", 2.0)
     (stepped,) = desk.filter.log.of("admission_stepped")
     assert (stepped["pool"], stepped["to"], stepped["false_alarm_rate"]) == ("m", "shadow", 0.5)
+
+
+def test_many_verdicts_at_once_are_told_in_turns(desk: Desk) -> None:
+    fleet, now_s = desk.filter.fleet, 1.0
+    fleet.know_cost("a", StepCost(0.0, 0.0, 0.01, 1e-4, 0.0, 0.0))
+    # Shows no first token: whatever is refused because of it, it can never be told whether that was right.
+    fleet.place_on("a", Prompt(300_000, exact=True), Wish("giant", now_s, streaming=False), now_s)
+    fleet.set_draining("b", True)
+    for number in range(2200):
+        wish = Wish(f"r-{number}", now_s, max_queue_wait_s=5.0)
+        assert isinstance(fleet.place("m", Prompt(100, exact=True), wish, now_s), Refusal)
+    more: list[bool] = []
+    told: list[int] = []
+    for _ in range(3):
+        more.append(desk.ledger.look_back())
+        told.append(len(desk.filter.log.of("refusal_graded")))
+    assert more == [True, True, False]
+    assert told == [1000, 2000, 2200]
+    assert {line["verdict"] for line in desk.filter.log.of("refusal_graded")} == {"unknown"}
+    assert desk.filter.counted("refusals_graded", verdict="unknown") == 2200
