@@ -42,7 +42,8 @@ _SPOT_BITS = 30
 _SPREAD, _SPOTS = 0x1E3779B1, (1 << _SPOT_BITS) - 1
 _PRIME = (1 << _SPOT_BITS) - 35
 _DEEPEST = 22  # bits of a directory: enough for all keys that memory holds
-_U_SPREAD, _U_SPOTS, _U_OFFSETS = np.uint64(_SPREAD), np.uint64(_SPOTS), np.uint64(_OFFSETS)
+# Arrays without a dimension: numpy makes one of every scalar that it is given.
+_U_SPREAD, _U_SPOTS, _U_OFFSETS = (np.array(number, np.uint64) for number in (_SPREAD, _SPOTS, _OFFSETS))
 
 
 class HashTable:
@@ -54,7 +55,7 @@ class HashTable:
     """
 
     def __init__(self, dtypes: tuple[type[np.generic], ...], prime: int) -> None:
-        self._prime = prime
+        self._prime, self._u_prime = prime, np.array(prime, np.uint64)
         # Longer than the table, and not all alike: only what belongs to a segment is looked at.
         self.keys: Keys = zeros(np.uint64, _SEGMENT, _ROOM)
         self.columns = [zeros(dtype, _SEGMENT, _ROOM) for dtype in dtypes]
@@ -171,7 +172,7 @@ class HashTable:
         return self._directory_view[(spot * _SPREAD & _SPOTS) >> (_SPOT_BITS - self._depth)] + (spot & _OFFSETS)
 
     def _homes(self, keys: Keys) -> Slots:
-        spots = keys % np.uint64(self._prime)
+        spots = keys % self._u_prime
         offset = (spots & _U_OFFSETS).view(np.int64)
         spots *= _U_SPREAD
         spots &= _U_SPOTS

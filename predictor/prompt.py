@@ -22,9 +22,10 @@ MAX_LOOKAHEAD = 64  # tokens
 Tokens = npt.NDArray[np.uint32]
 BlockHashes = npt.NDArray[np.uint64]
 
-_FMIX_1 = np.uint64(0xFF51AFD7ED558CCD)
-_FMIX_2 = np.uint64(0xC4CEB9FE1A85EC53)
-_S33 = np.uint64(33)
+# Arrays without a dimension: numpy makes one of every scalar that it is given.
+_FMIX_1 = np.array(0xFF51AFD7ED558CCD, np.uint64)
+_FMIX_2 = np.array(0xC4CEB9FE1A85EC53, np.uint64)
+_S33 = np.array(33, np.uint64)
 _MASK = (1 << 64) - 1
 
 
@@ -189,7 +190,7 @@ class BlockHasher:
         `extras` has one digest a block (see `extra_digest`), `ahead` one row of look-ahead tokens a block.
         """
         # Two types at once would be converted piece by piece.
-        total: BlockHashes = tokens.astype(np.uint64).reshape(-1, block_size) @ self._factors[:block_size]
+        total: BlockHashes = tokens.astype(np.uint64).reshape(-1, block_size).dot(self._factors[:block_size])
         if ahead is not None:
             total += ahead @ self._ahead_factors[: ahead.shape[1]]
             total ^= np.uint64(ahead.shape[1] << 32)
