@@ -260,8 +260,9 @@ class App:
             )
             interval_s = self._config.probe.interval_s
             probe = engine.probe = Probe(
-                names, worker.endpoint, settings, interval_s, self._fleet, self._metrics, self._clock, watchers
-            )
+                names, worker.endpoint, settings, interval_s, self._fleet, self._metrics, self._clock, watchers,
+                worker.settings.left_open,
+            )  # fmt: skip
             engine.tasks.append(self._keep_running("probe", probe.run))
 
     def _follow(self, engine: _Engine, name: str, events: Events) -> None:

@@ -167,7 +167,8 @@ class Fairness(_Section, frozen=True):
 
 
 class EngineSettings(_Section, frozen=True):
-    """What an engine runs with. `device` gives vLLM's defaults for what is not said (0.32's `get_batch_defaults`)."""
+    """What an engine runs with. `device` gives vLLM's defaults for what is not said (0.32's `get_batch_defaults`, and
+    `async_scheduling`, which is its default but on CPUs)."""
 
     block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = _DEFAULTS.block_size
     num_gpu_blocks: _Positive | None = None
@@ -177,6 +178,7 @@ class EngineSettings(_Section, frozen=True):
     long_prefill_token_threshold_adaptive: bool = False
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_model_len: _Positive | None = None
+    async_scheduling: bool | None = None
     schedule_conservativeness: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     enable_mixed_chunk: bool = False
     prefill_decode_interval: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
@@ -184,13 +186,20 @@ class EngineSettings(_Section, frozen=True):
     device: Literal["gpu-160gib", "gpu-70gib", "gpu", "cpu"] = "gpu-70gib"
 
     def for_engine(self, family: Literal["vllm", "sglang"] = "vllm") -> Settings:
-        """SGLang overlaps its steps by default; its own page tells if it does not."""
+        """SGLang overlaps its steps by default as well; its own page tells if it does not."""
         tokens, seqs = _BATCH_DEFAULTS[self.device]
         told = msgspec.structs.asdict(self)
         del told["device"]
         told["max_num_batched_tokens"] = self.max_num_batched_tokens or tokens
         told["max_num_seqs"] = self.max_num_seqs or seqs
-        return Settings(**told, family=family, async_scheduling=family == "sglang")
+        if self.async_scheduling is None:
+            told["async_scheduling"] = family == "sglang" or self.device != "cpu"
+        return Settings(**told, family=family)
+
+    @property
+    def left_open(self) -> frozenset[str]:
+        """What an engine's version may say otherwise."""
+        return frozenset() if self.async_scheduling is not None else frozenset({"async_scheduling"})
 
 
 _SGLANGS_OWN = (

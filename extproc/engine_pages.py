@@ -27,6 +27,9 @@ _LINE = re.compile(
 )
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 _PORT = re.compile(r":(\d{1,5})$")
+_RELEASE = re.compile(r"v?(\d{1,6})\.(\d{1,6})")
+# vLLM's `async_scheduling` is on from here on where nothing is against it, and off before.
+_ASYNC_BY_DEFAULT = (0, 14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class About:
     models: tuple[str, ...] = ()
     events: Mapping[int, Events] = field(default_factory=dict)
     loads: Mapping[int, str] = field(default_factory=dict)  # where each rank publishes its load, likewise
+    usual: Mapping[str, bool] = field(default_factory=dict)  # settings of its version, where nobody says otherwise
     not_followed: tuple[str, ...] = ()  # its settings by which it schedules otherwise than its queue is replayed
 
 
@@ -237,6 +241,7 @@ def read_vllm_about(
         "long_prefill_token_threshold": _int(scheduler.get("long_prefill_token_threshold"), _MOST_TOKENS, least=0),
         "long_prefill_token_threshold_adaptive": _bool(scheduler.get("long_prefill_token_threshold_adaptive")),
         "scheduling_policy": _policy(scheduler.get("policy")),
+        "async_scheduling": _bool(scheduler.get("async_scheduling")),
         "block_size": _int(cache.get("block_size"), MAX_BLOCK_SIZE),
         "num_gpu_blocks": _int(cache.get("num_gpu_blocks"), _MOST_TOKENS),
         "max_model_len": min(lengths) if lengths else None,
@@ -247,13 +252,20 @@ def read_vllm_about(
         endpoint = _reachable(_text(where.get("endpoint")), host)
         if endpoint is not None and str(rank).isdecimal() and int(rank) < _MOST_RANKS:
             events[int(rank)] = Events(endpoint, _reachable(_text(where.get("replay_endpoint")), host))
+    release = _text(_object(version).get("version"))
     return About(
-        version=_text(_object(version).get("version")),
+        version=release,
+        usual={"async_scheduling": False} if _is_before(release, _ASYNC_BY_DEFAULT) else {},
         ranks=len(events) or None,
         settings={name: value for name, value in told.items() if value is not None},
         models=tuple(sorted(name for card in known if (name := _text(card.get("id"))))),
         events=events,
     )
+
+
+def _is_before(version: str | None, other: tuple[int, int]) -> bool:
+    found = _RELEASE.match(version or "")
+    return found is not None and (int(found[1]), int(found[2])) < other
 
 
 def _reachable(endpoint: str | None, host: str) -> str | None:

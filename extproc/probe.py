@@ -49,7 +49,10 @@ class Watchers:
 
 
 class Probe:
-    """Probes one endpoint until cancelled. `workers` are its data-parallel ranks; None stands for all of them."""
+    """Probes one endpoint until cancelled. `workers` are its data-parallel ranks; None stands for all of them.
+
+    `settings` are what is known of it before it is asked, of which those `left_open` are no more than usual.
+    """
 
     def __init__(
         self,
@@ -61,11 +64,13 @@ class Probe:
         metrics: Metrics,
         clock: Callable[[], float],
         watchers: Watchers,
+        left_open: frozenset[str] = frozenset(),
     ) -> None:
         self._workers = dict(workers)
         self._base = f"http://{endpoint}"
         self._host = endpoint.rpartition(":")[0]
         self._settings = dict.fromkeys(self._workers.values(), settings)
+        self._left_open = left_open
         self._interval_s = interval_s
         self._fleet = fleet
         self._metrics = metrics
@@ -179,7 +184,10 @@ class Probe:
         if not state.awake and self._up[worker]:
             self._fleet.clear(worker)  # falling asleep empties a cache, and the event comes with the next step
         self._set_up(worker, state.awake)
-        told: dict[str, Any] = {} if self._about is None else dict(self._about.settings)
+        told: dict[str, Any] = {}
+        if self._about is not None:
+            told = {name: value for name, value in self._about.usual.items() if name in self._left_open}
+            told |= self._about.settings
         told |= {
             name: value
             for name, value in (("block_size", state.block_size), ("num_gpu_blocks", state.num_gpu_blocks))

@@ -52,11 +52,11 @@ def recompose(queue: Queue, settings: Settings, step: Step, announced: Collectio
     undo(queue, step)
     # Whom the engine has let in there was space for: what is free is known from outside only nearly.
     for room in 0, _ANY_SPACE:
-        found = _compose_of(queue, settings, wanted | (newcomers - stored), room)
+        found = compose_of(queue, settings, wanted | (newcomers - stored), room)
         if found.preempted or _fits(found, size, wanted):
             return found
         undo(queue, found)
-    return _compose_of(queue, settings, newcomers)
+    return compose_of(queue, settings, newcomers)
 
 
 def _fits(step: Step, block_size: int, announced: Set[int]) -> bool:
@@ -65,7 +65,7 @@ def _fits(step: Step, block_size: int, announced: Set[int]) -> bool:
     return {id(seq) for seq in stores(step, block_size)} <= announced <= prefilled
 
 
-def _compose_of(queue: Queue, settings: Settings, admits: Collection[int], room_blocks: int = 0) -> Step:
+def compose_of(queue: Queue, settings: Settings, admits: Set[int], room_blocks: int = 0) -> Step:
     """As if nobody else waited, and so many more blocks were free for now.
 
     What is cached of them is as it was: by now the cache has what they store themselves.

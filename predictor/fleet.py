@@ -1010,6 +1010,7 @@ class Fleet:
             "block_size": pool.cache.block_size(worker.spec.name),
             "reuse_correction": pool.cache.correction(worker.spec.name).view(),
             "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "async_scheduling": settings.async_scheduling,
             "token_budget_doubt": _budget_doubt(pool, worker).value,
             "largest_chunk_tokens": worker.budget.largest_tokens,
             "interval": {

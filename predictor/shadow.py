@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from predictor.announced_step import admitted_instead, recompose
+from predictor.announced_step import admitted_instead, compose_of, recompose
 from predictor.engines.sglang import first_ratio, ratio_after
 from predictor.engines.step_rule import rule_of
 from predictor.engines.vllm import Queue, Sequence, Settings, Step, enqueue, reusable_tokens, undo
@@ -81,6 +81,7 @@ class _UnderWay:
         frozenset(),
         0,
     )  # what the queue had in SGLang's marks
+    announced: bool = False  # a batch has come that names what it stores
 
 
 @dataclass(slots=True)
@@ -305,26 +306,57 @@ class Shadow:
         self, told: list[tuple[Sequence | None, int]], runs: list[StoredRun]
     ) -> list[tuple[Sequence | None, int]]:
         """The step under way had other newcomers than it was composed with, if others' blocks are announced with it."""
-        if len(self._under_way) != 1 or self._settings.async_scheduling or not self._sees_blocks:
+        item = self._to_be_announced() if self._sees_blocks else None
+        if item is None:
             return told
-        item, size = self._under_way[0], self._settings.block_size
-        prefilled = {id(seq): seq for seq, _, _ in item.step.chunks}
+        prefilled = {id(seq) for seq, _, _ in item.step.chunks}
         named = [seq for seq, _ in told if seq is not None and id(seq) in prefilled]
         unknown = [run for run, (seq, _) in zip(runs, told, strict=True) if seq is None]
-        others = admitted_instead(self._queue, unknown, size)
-        if not named and not others:
+        others = admitted_instead(self._queue, unknown, self._settings.block_size)
+        if not named and not others and not self._ends_oldest(item, told):
             return told
-        step = recompose(self._queue, self._settings, item.step, [*named, *others])
-        if step is item.step:
+        for one in self._under_way:
+            one.announced = True
+        if not self._recompose(item, [*named, *others]):
             return told
-        item.step = step
-        item.seconds = self._cost.step_s(step.new_tokens, step.squares, len(step.decodes))
-        self._kept_out = None
-        self._changed()
         return [
             (known, tokens) if known is not None else self._whose(run)
             for run, (known, tokens) in zip(runs, told, strict=True)
         ]
+
+    def _ends_oldest(self, newest: _UnderWay, told: list[tuple[Sequence | None, int]]) -> bool:
+        """Asynchronous: with the oldest step's end leaves what the newest has registered, if anything."""
+        if len(self._under_way) < 2 or newest is not self._under_way[-1]:
+            return False
+        return any(seq is not None and tokens > self._announced(seq) for seq, tokens in told)
+
+    def _to_be_announced(self) -> _UnderWay | None:
+        """Whose newcomers the next batch names: the newest step's. With the first one after idleness leave both."""
+        if not self._under_way:
+            return None
+        oldest, newest = self._under_way[0], self._under_way[-1]
+        if not oldest.announced and oldest.step.admitted and not newest.step.chunks:
+            return oldest
+        return None if newest.announced else newest
+
+    def _recompose(self, item: _UnderWay, newcomers: list[Sequence]) -> bool:
+        """False if that is how it was."""
+        later = self._under_way[-1] if self._under_way[-1] is not item else None
+        if later is not None:
+            if later.step.preempted:
+                return False
+            undo(self._queue, later.step)
+        step = recompose(self._queue, self._settings, item.step, newcomers)
+        found = step is not item.step
+        item.step = step
+        if later is not None:
+            later.step = compose_of(self._queue, self._settings, frozenset())
+        for one in (item, later) if later is not None else (item,):
+            one.seconds = self._cost.step_s(one.step.new_tokens, one.step.squares, len(one.step.decodes))
+        if found:
+            self._kept_out = None
+            self._changed()
+        return found
 
     def _find_missed(self, told: list[tuple[Sequence | None, int]], now_s: float) -> None:
         """Decodes have got further than the step under way, which prefills, can explain.
@@ -332,7 +364,10 @@ class Shadow:
         So there were more steps of decodes before it than were counted: whoever it prefills came to the engine later
         than he was booked.
         """
-        step = self._under_way[0].step if len(self._under_way) == 1 else None
+        if len(self._under_way) == 2:
+            self._find_missed_before(self._under_way[0].step, told)
+            return
+        step = self._under_way[0].step if self._under_way else None
         if step is None or step.preempted or not self._stores(step):
             return
         if any(seq is other for seq, _ in told for other, _, _ in step.chunks):
@@ -437,10 +472,10 @@ class Shadow:
     def _is_early(self) -> bool:
         """Whether a batch is still to come that says who was in the step under way: it and the tokens come by ways of
         their own, and who is first differs by milliseconds."""
-        if len(self._under_way) != 1 or self._settings.async_scheduling or self._told_s > self._began_s:
+        item = self._to_be_announced()
+        if item is None or self._told_s > self._began_s:
             return False
-        step = self._under_way[0].step
-        return (step.admitted > 0 or bool(self._queue.waiting)) and self._stores(step)
+        return (item.step.admitted > 0 or bool(self._queue.waiting)) and self._stores(item.step)
 
     def _take_early(self) -> None:
         early, self._early = self._early, []

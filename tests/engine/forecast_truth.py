@@ -153,9 +153,24 @@ def watching_s(recording: Recording) -> list[float]:
     return predicted
 
 
-def events(recording: Recording) -> Iterator[tuple[str, float, Any]]:
+# Seconds between an engine and who observes it, at least and on average more, by what is on its way: requests to the
+# engine, its events, tokens and ends from there.
+_WAYS_S = {"arrive": (0.004, 0.004), "kv": (0.0005, 0.001), "first": (0.002, 0.003), "end": (0.003, 0.01)}
+
+
+def events(recording: Recording, ways_seed: int | None = None) -> Iterator[tuple[str, float, Any]]:
+    """As an observer sees them: at once, or with a seed as through real sockets and servers. Events stay in order."""
     arrivals = [("arrive", arrival.at_s, number) for number, arrival in enumerate(recording.work.arrivals)]
-    return iter(heapq.merge(recording.records, arrivals, key=lambda event: event[1]))
+    if ways_seed is None:
+        return iter(heapq.merge(recording.records, arrivals, key=lambda event: event[1]))
+    rng, seen, batch_s = np.random.default_rng(ways_seed), list[tuple[str, float, Any]](), 0.0
+    for kind, at_s, what in [*arrivals, *recording.records]:
+        least_s, more_s = _WAYS_S[kind]
+        way_s = least_s + float(rng.exponential(more_s))
+        if kind == "kv":
+            batch_s = max(batch_s, at_s + way_s)
+        seen.append((kind, at_s - way_s if kind == "arrive" else batch_s if kind == "kv" else at_s + way_s, what))
+    return iter(sorted(seen, key=lambda event: event[1]))
 
 
 @dataclass
@@ -168,6 +183,7 @@ class Observer:
     lengths_told: bool = False  # true output lengths given
     bound_s: float | None = None  # on the wait of every other request: what refusing would have been worth
     clairvoyant_every: int = 0  # one of so many requests is also predicted by a shadow that knows the future
+    ways_seed: int | None = None  # what it sees comes by ways that take a while
     offset_s: float = 1000.0
 
     def __post_init__(self) -> None:
@@ -209,9 +225,9 @@ class Observer:
         return self._foreseen
 
     def play(self, recording: Recording) -> list[Outcome]:
-        naive, predicted, at, outcomes = naive_s(recording), {}, {}, []
+        naive, predicted, asked_s, at, outcomes = naive_s(recording), {}, {}, {}, []
         offset_s, arrivals = self.offset_s, recording.work.arrivals
-        for kind, event_s, what in events(recording):
+        for kind, event_s, what in events(recording, self.ways_seed):
             now_s = event_s + offset_s
             if kind == "arrive":
                 tokens = arrivals[what].tokens()
@@ -235,7 +251,7 @@ class Observer:
                     granted = self.fleet.place(_POOL, prompt, wish, now_s)
                     assert isinstance(granted, Grant), "in shadow mode everybody is let in"
                     ticket = granted.ticket
-                predicted[what] = ticket.forecast
+                predicted[what], asked_s[what] = ticket.forecast, event_s
                 if self.clairvoyant_every and what % self.clairvoyant_every == 0:
                     seer = Seer(self._coming(recording), _true_cost(recording.work.costs))
                     told_s = seer.first_token_s(ticket.id, self.worker.shadow.state(now_s))
@@ -268,7 +284,7 @@ class Observer:
                     arrival.prompt_tokens,
                     recording.cached[number],
                     priced.cached_tokens,
-                    at[number] - arrival.at_s,
+                    at[number] - asked_s[number],
                     priced.ttft_s,
                     naive[number],
                 )
@@ -283,7 +299,11 @@ def _true_cost(true: Costs) -> StepCost:
 
 
 def observer(
-    recording: Recording, true_costs: bool = False, lengths_told: bool = False, bound_s: float | None = None
+    recording: Recording,
+    true_costs: bool = False,
+    lengths_told: bool = False,
+    bound_s: float | None = None,
+    ways_seed: int | None = None,
 ) -> Observer:
     told = recording.work.settings
     return Observer(
@@ -307,6 +327,7 @@ def observer(
         truth=recording.work.costs if true_costs else None,
         lengths_told=lengths_told,
         bound_s=bound_s,
+        ways_seed=ways_seed,
     )
 
 
@@ -322,13 +343,14 @@ def main() -> None:
     parser.add_argument("--lengths-told", action="store_true")
     parser.add_argument("--clairvoyant", type=int, default=0, metavar="EVERY")
     parser.add_argument("--bound", type=float, metavar="SECONDS", help="on every other request: who would be refused?")
+    parser.add_argument("--ways", type=int, metavar="SEED", help="requests, events and tokens are a while on their way")
     parser.add_argument("--dump", type=Path)
     parser.add_argument("workloads", nargs="*", default=workloads.NAMES)
     asked = parser.parse_args()
     for name in asked.workloads:
         recording = record(name, asked.recordings or HOMES[workloads.workload(name).engine]() / "recordings")
         told_s = watching_s(recording)
-        watcher = observer(recording, asked.true_costs, asked.lengths_told, asked.bound)
+        watcher = observer(recording, asked.true_costs, asked.lengths_told, asked.bound, asked.ways)
         watcher.clairvoyant_every = asked.clairvoyant
         runs = [watcher.play(recording)] + ([watcher.play(recording)] if asked.warm else [])
         for label, outcomes in zip(("", " (warm)"), runs, strict=False):

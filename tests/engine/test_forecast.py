@@ -33,6 +33,8 @@ def told(name: str, watcher: Observer, outcomes: list[Outcome]) -> tuple[Accurac
         ("giants, threshold 1024", 150, 0.97, 0.02),
         ("trace 0.8, threshold 2048", 300, 0.95, 0.1),
         ("decodes, budget 512", 300, 0.99, 0.02),
+        ("trace 0.8, async", 300, 0.98, 0.02),
+        ("giants, threshold 1024, async", 150, 0.97, 0.02),
         ("sglang giants", 150, 0.99, 0.02),
         ("sglang conversations", 300, 0.99, 0.05),
         ("sglang trace 1.3", 400, 0.98, 0.02),
@@ -48,6 +50,27 @@ def test_forecasts_come_near_and_nearer_than_adding_up_the_prefills_ahead(
     assert ours.within_10s == 1.0
     assert ours.median_ratio < min(median, naive.median_ratio)
     assert watcher.worker.shadow.forced == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "within_1s", "median"),
+    [
+        ("trace 0.8", 300, 0.98, 0.1),
+        ("trace 0.8, async", 300, 0.98, 0.1),
+        ("giants, threshold 1024, async", 150, 0.97, 0.1),
+        ("decodes, budget 512", 300, 0.97, 0.15),  # half of them take 50 ms or less
+    ],
+)
+def test_milliseconds_on_the_way_to_an_engine_and_back_cost_milliseconds(
+    name: str, count: int, within_1s: float, median: float, recordings: Path
+) -> None:
+    recording = record(name, recordings, count)
+    for seed in 1, 2:
+        watcher = observer(recording, ways_seed=seed)
+        naive, ours = told(f"{name}, ways {seed}", watcher, watcher.play(recording))
+        assert ours.within_1s >= within_1s
+        assert ours.within_10s == 1.0
+        assert ours.median_ratio < min(median, naive.median_ratio)
 
 
 def test_before_anybody_has_ended_outputs_are_taken_to_be_longer_than_what_nobody_has_ended_at(
@@ -92,6 +115,7 @@ def test_nobody_is_let_in_by_sglang_whom_the_shadow_has_wait(name: str, count: i
         ("giants, fair shares of 1024", 150),
         ("decodes, budget 512", 300),
         ("decodes, 128 slots, async", 240),
+        ("trace 0.8, async", 300),
     ],
 )
 def test_a_shadow_that_knew_the_future_would_be_exact(name: str, count: int, recordings: Path) -> None:

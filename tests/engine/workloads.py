@@ -322,6 +322,16 @@ def fair_shares(build: Callable[[], Workload]) -> Callable[[], Workload]:
     return built
 
 
+def overlapped(build: Callable[[], Workload]) -> Callable[[], Workload]:
+    """Asynchronous scheduling, as vLLM has it by default on GPUs since 0.14."""
+
+    def built() -> Workload:
+        work = build()
+        return replace(work, settings=replace(work.settings, async_scheduling=True))
+
+    return built
+
+
 def by_priority(build: Callable[[], Workload], seed: int = 9) -> Callable[[], Workload]:
     """A third of the requests may overtake, and a third is overtaken."""
 
@@ -360,6 +370,10 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "giants, threshold 1024": giants(1024),
     "decodes, budget 512": decodes(512, 256, False),
     "decodes, 128 slots, async": decodes(8192, 128, True),
+    "trace 0.8, async": overlapped(traced(0.5, 0.8, 400_000)),
+    "trace 0.8, threshold 2048, async": overlapped(traced(0.5, 0.8, 400_000, threshold=2048)),
+    "trace 1.3, async": overlapped(traced(0.5, 1.3, 400_000)),
+    "giants, threshold 1024, async": overlapped(giants(1024)),
     "storm": storm(),
     "giants, fair shares of 1024": fair_shares(giants(1024)),
     "trace 1.3, by priority": by_priority(traced(0.5, 1.3, 400_000)),

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import pytest
@@ -70,7 +70,7 @@ def test_a_good_file_says_what_it_says() -> None:
     assert (llama.learning.min_samples, llama.learning.share, llama.retry_after.cap_s) == (4, 0.2, 30)
     w0, w1 = llama.workers
     assert (w0.kv_events, w0.kv_replay) == ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
-    assert w0.settings.for_engine() == Settings(block_size=32, num_gpu_blocks=1000)
+    assert w0.settings.for_engine() == Settings(block_size=32, num_gpu_blocks=1000, async_scheduling=True)
     assert (w1.kv_events, w1.settings) == (None, EngineSettings())
 
 
@@ -130,7 +130,25 @@ def test_a_large_body_gets_half_of_what_envoy_would_wait_at_most(text: str, dead
 
 
 def test_defaults_of_engines_are_those_of_the_predictor() -> None:
-    assert EngineSettings().for_engine() == Settings()
+    assert EngineSettings(async_scheduling=False).for_engine() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("settings", "family", "is_async"),
+    [
+        (EngineSettings(), "vllm", True),
+        (EngineSettings(device="cpu"), "vllm", False),
+        (EngineSettings(device="cpu", async_scheduling=True), "vllm", True),
+        (EngineSettings(async_scheduling=False), "vllm", False),
+        (EngineSettings(device="cpu"), "sglang", True),
+        (EngineSettings(async_scheduling=False), "sglang", False),
+    ],
+)
+def test_steps_overlap_where_engines_do_it_by_default(
+    settings: EngineSettings, family: Literal["vllm", "sglang"], is_async: bool
+) -> None:
+    assert settings.for_engine(family).async_scheduling is is_async
+    assert ("async_scheduling" in settings.left_open) is (settings.async_scheduling is None)
 
 
 @pytest.mark.parametrize("text", ["[]", "5", "text", "- pools: []", "!!set {a}"])
@@ -201,7 +219,8 @@ def test_an_unknown_key_lists_the_known_ones(text: str, fault: str) -> None:
 
 def test_an_unknown_key_in_a_workers_settings_lists_the_known_ones() -> None:
     (fault,) = worker_fault("settings: {block: 16}")
-    assert fault.startswith("f.yaml:6: pools[0].workers[0].settings.block: unknown key; known here: block_size, ")
+    place = "f.yaml:6: pools[0].workers[0].settings.block"
+    assert fault.startswith(f"{place}: unknown key; known here: async_scheduling, block_size, ")
 
 
 @pytest.mark.parametrize(

@@ -107,12 +107,15 @@ class Watched:
         self.restarted: list[str] = []
         self.about: list[About] = []
         self.workers: dict[int | None, str] = {None: "a"}
+        self.settings, self.left_open = Settings(), frozenset[str]()
         self._task: asyncio.Task[None] | None = None
 
     def watch(self, endpoint: str) -> None:
         fleet, metrics = self.filter.fleet, self.filter.metrics
         watchers = Watchers(self.ended.extend, restarted=self.restarted.append, about=self.about.append)
-        self.probe = Probe(self.workers, endpoint, Settings(), 0.01, fleet, metrics, self.clock, watchers)
+        self.probe = Probe(
+            self.workers, endpoint, self.settings, 0.01, fleet, metrics, self.clock, watchers, self.left_open
+        )
         self._task = asyncio.create_task(self.probe.run())
 
     async def stop(self) -> None:
@@ -288,6 +291,7 @@ SERVER_INFO = {
     "vllm_config": {
         "scheduler_config": {
             "max_num_batched_tokens": 2048, "max_num_seqs": 128, "long_prefill_token_threshold": 0,
+            "async_scheduling": True,
             "max_num_scheduled_tokens": None, "long_prefill_token_threshold_adaptive": True, "policy": "priority",
         },
         "cache_config": {"block_size": 32, "num_gpu_blocks": 8192},
@@ -326,7 +330,7 @@ def test_vllm_says_what_it_is() -> None:
     assert (about.version, about.ranks, about.models) == ("0.32.0", 2, ("adapter", "m"))
     assert about.settings == {
         "max_num_batched_tokens": 2048, "max_num_seqs": 128, "long_prefill_token_threshold": 0,
-        "long_prefill_token_threshold_adaptive": True, "scheduling_policy": "priority",
+        "long_prefill_token_threshold_adaptive": True, "scheduling_policy": "priority", "async_scheduling": True,
         "block_size": 32, "num_gpu_blocks": 8192, "max_model_len": 32768,
     }  # fmt: skip
     assert about.events == {
@@ -334,6 +338,43 @@ def test_vllm_says_what_it_is() -> None:
         1: Events("tcp://10.9.9.9:5558", None),
     }
     assert read_vllm_about(None, None, None, None, "h") == About()
+
+
+@pytest.mark.parametrize(
+    ("version", "usual"),
+    [
+        ("0.13.0", False), ("0.9.2.dev3+gabc", False), ("v0.11", False), ("0.14.0", None), ("0.32.0rc1", None),
+        ("1.0", None), ("dev", None), ("", None),
+    ],
+)  # fmt: skip
+def test_before_014_vllm_composes_a_step_when_the_one_before_has_ended(version: str, usual: bool | None) -> None:
+    about = read_vllm_about(page({"version": version}), None, None, None, "h")
+    assert about.usual.get("async_scheduling") is usual
+    assert "async_scheduling" not in about.settings
+
+
+@pytest.mark.parametrize(
+    ("told", "left_open", "said", "shown"),
+    [
+        # An old version, and nobody says otherwise; the file does; the engine itself does.
+        (True, True, None, False),
+        (True, False, None, True),
+        (False, False, True, True),
+        (False, True, True, True),
+        (True, False, False, False),
+    ],
+)
+async def test_whether_steps_overlap_is_said_by_the_engine_or_the_file_or_else_its_version(
+    watched: Watched, told: bool, left_open: bool, said: bool | None, shown: bool
+) -> None:
+    info = {} if said is None else {"vllm_config": {"scheduler_config": {"async_scheduling": said}}}
+    async with Pages(metrics=PAGE, server_info=info, version={"version": "0.13.1"}) as engine:
+        watched.settings = Settings(async_scheduling=told)
+        watched.left_open = frozenset({"async_scheduling"} if left_open else ())
+        watched.watch(engine.endpoint)
+        await watched.asked(3)
+        assert watched.shown("async_scheduling") is shown
+        await watched.stop()
 
 
 def test_sglang_says_what_it_is() -> None:

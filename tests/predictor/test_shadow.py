@@ -440,6 +440,32 @@ def test_who_comes_to_an_idle_worker_while_another_is_on_its_way_there_finds_the
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("admitted", range(1, 8))
+def test_with_asynchronous_scheduling_as_well_but_a_step_later(admitted: int, at_once: bool) -> None:
+    samples: list[StepSample] = []
+    settings = Settings(num_gpu_blocks=1000, max_num_batched_tokens=1000, async_scheduling=True)
+    shade = Shadow(settings, PLAIN, samples.append)
+    shade.set_sees_blocks(True)
+    burst(shade, 7, spread_s=0.0 if at_once else 0.001)
+    first_s, left = 0.010 + 0.048 * admitted, 7 - admitted
+    for number in range(admitted):
+        shade.first_token(f"r{number}", first_s)
+    shade.stored(announced(range(admitted)), first_s + 0.002)
+    assert shade.prefill_tokens_ahead() == 48 * left
+    assert [(sample.new_tokens, sample.steps) for sample in samples] == [(48 * admitted, 1)]
+    assert shade.decoding == admitted
+    if left:
+        # The second step decodes only. While it runs the third is composed, of those who came meanwhile.
+        shade.stored(announced(range(admitted, 7)), first_s + 0.012)
+        assert shade.prefill_tokens_ahead() == 48 * left
+        third_s = first_s + 0.012 + 0.010 + 0.048 * left
+        shade.first_token(f"r{admitted}", third_s)
+        assert shade.prefill_tokens_ahead() == 0
+        assert [sample.new_tokens for sample in samples] == [48 * admitted, 0, 48 * left]
+    assert shade.forced == 0
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("admitted", range(1, 8))
 def test_of_a_burst_the_first_step_has_whom_it_announces(admitted: int, at_once: bool) -> None:
     samples: list[StepSample] = []
     shade = Shadow(Settings(num_gpu_blocks=1000, max_num_batched_tokens=1000), PLAIN, samples.append)
@@ -596,6 +622,56 @@ def test_a_prompt_announced_with_the_step_before_its_own_is_still_to_be_computed
     assert shade.begins_s(at_s + 0.041) == pytest.approx(at_s + 0.040 + 0.042 + 0.010)
     shade.first_token("b", at_s + 0.082)
     assert shade.prefilling == 0
+    assert shade.forced == 0
+
+
+@pytest.mark.parametrize("late_steps", [1, 2, 3, 5])
+def test_a_prompt_that_was_on_its_way_for_longer_is_in_the_step_that_announces_it(late_steps: int) -> None:
+    samples: list[StepSample] = []
+    shade = Shadow(ASYNC, PLAIN, samples.append)
+    shade.set_sees_blocks(True)
+    shade.book(Sequence("a", 32, 0, 1000, hashes=range(2)), 0.0)
+    at_s = 0.042
+    shade.stored([StoredRun(0, None, 1000, 2)], at_s)
+    shade.first_token("a", at_s)
+    # The sixteenth decode step completes a block. "b" is booked so long before, and gets into the eighteenth.
+    shade.book(Sequence("b", 32, 0, 1000, hashes=range(500, 502)), at_s + 0.010 * (16 - late_steps) - 0.001)
+    shade.stored([StoredRun(50, 1000, 1001, 1)], at_s + 0.160)
+    assert shade.prefill_tokens_ahead() == 32
+    shade.stored([StoredRun(500, None, 1500, 2)], at_s + 0.170)
+    assert (shade.prefilling, shade.decoding) == (1, 1)
+    samples.clear()
+    shade.first_token("b", at_s + 0.170 + 0.042)
+    assert (shade.prefilling, shade.decoding) == (0, 2)
+    assert [(sample.new_tokens, sample.decoding, sample.steps) for sample in samples] == [(32, 1, 1)]
+    assert samples[0].duration_s == pytest.approx(0.042)
+    # "a" has had a token with each of the eighteen steps, and one before.
+    assert shade._emitted(shade._sequences["a"]) == 19
+    assert shade.forced == 0
+
+
+def test_decodes_that_got_further_than_was_counted_do_not_end_a_prefill_that_is_under_way() -> None:
+    samples: list[StepSample] = []
+    settings = Settings(num_gpu_blocks=1000, max_num_batched_tokens=100, async_scheduling=True)
+    shade = Shadow(settings, PLAIN, samples.append)
+    shade.set_sees_blocks(True)
+    shade.book(Sequence("a", 32, 0, 1000, hashes=range(2)), 0.0)
+    at_s = 0.042
+    shade.stored([StoredRun(0, None, 1000, 2)], at_s)
+    shade.first_token("a", at_s)
+    shade.book(Sequence("b", 320, 0, 1000, hashes=range(500, 520)), at_s + 0.001)
+    # Thirteen steps were counted until its first chunk, and there were fourteen: with the second "a" completes a block.
+    shade.advance(at_s + 0.001)
+    for seq in shade._queue.running:
+        seq.computed += 12
+        seq.generated += 12
+    shade.stored([StoredRun(500, None, 1500, 6)], at_s + 0.020)
+    samples.clear()
+    for number in range(2):
+        runs = [StoredRun(506 + 6 * number, 1500 + number, 1501 + number, 6)]
+        runs += [StoredRun(50, 1000, 1001, 1)] if number else []
+        shade.stored(runs, at_s + 0.020 + 0.109 * (number + 1))
+    assert [(sample.new_tokens, sample.steps) for sample in samples] == [(99, 1)] * 2
     assert shade.forced == 0
 
 
