@@ -235,6 +235,7 @@ class Stack:
                         "block_size": spec.block_size,
                         "max_num_batched_tokens": spec.max_num_batched_tokens,
                         "max_num_seqs": spec.max_num_seqs,
+                        "async_scheduling": False,  # as a simulated vLLM has it
                     },
                 }
             )
