@@ -77,19 +77,30 @@ class Outlook:
         told = self._told
         if told is None:
             return float("-inf")
-        spans, place = told.run.spans, told.run.first_open
-        return told.begins_s + (spans[place].start_s if place < len(spans) else told.run.clock_s)
+        return told.begins_s + _opens_after_s(told.run)
 
-    def surely_opens_s(self, begins_s: float) -> float | None:
-        """When somebody is let in at the earliest, whatever he needs, if the next step begins at `begins_s`.
+    def surely_opens_s(self, begins_s: float, saved_a_step_s: float) -> float | None:
+        """When somebody is let in at the earliest, whatever he needs, if the next step begins at `begins_s`; where that
+        hangs on who ends when, in the middle one of all futures. Where it may turn out to, somebody's early end saves at
+        most so much a step.
 
-        None where that is not sure: the timeline is not up to date, or hangs on who ends when, which is imagined.
+        None where that is not sure: the timeline is not up to date, or there are futures that were not imagined yet.
         """
         told = self._told
-        if told is None or not told.fresh or (told.others is not None and told.run.gated):
+        if told is None or not told.fresh:
             return None
         told.begins_s = begins_s
-        return self.opens_s
+        run, others = told.run, told.others
+        if others is None or not run.gated:
+            after_s = _opens_after_s(run)
+            if others is not None and saved_a_step_s:
+                after_s -= saved_a_step_s * after_s / run.mean_step_s
+            return begins_s + after_s
+        futures = others.all
+        if futures is None:
+            return None
+        after = sorted(map(_opens_after_s, (run, *futures)))
+        return begins_s + after[len(after) // 2]
 
     def standing(self, begins_s: float, budget: Budget | None) -> Timeline | None:
         """The timeline as it is, if it lets nobody in before `begins_s`, when the next step begins. The budget is for
@@ -148,3 +159,8 @@ class Outlook:
     def _better_anew(coming: Sight, budget: Budget | None) -> bool:
         """Something has happened since it was begun, and what is listed of it is listed again in no time."""
         return not coming.fresh and (budget is None or coming.run.work < budget.left // 2)
+
+
+def _opens_after_s(run: RunForward) -> float:
+    """From its beginning to where it lets somebody in, as far as is listed."""
+    return run.spans[run.first_open].start_s if run.first_open < len(run.spans) else run.clock_s

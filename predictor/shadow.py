@@ -662,7 +662,13 @@ class Shadow:
     def least_wait_s(self, now_s: float, priority: int) -> float | None:
         """How long whoever comes now waits at least, and be it with a single token; None where no timeline that is up
         to date says so. Everything that he computes takes him what it takes him alone, or longer."""
-        opens_s = self._outlook.surely_opens_s(self.begins_s(now_s))
+        saved_a_step_s = 0.0
+        if self.crowded:
+            # Who needs space will be looked at in other futures too, where those who decode may have ended.
+            if self._settings.prefill_decode_interval:
+                return None
+            saved_a_step_s = len(self) * self._cost.per_decode_s
+        opens_s = self._outlook.surely_opens_s(self.begins_s(now_s), saved_a_step_s)
         if opens_s is None or self._ahead_of(priority) is not None:
             return None
         return max(0.0, opens_s - now_s)

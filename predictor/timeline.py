@@ -227,6 +227,11 @@ class Others:
         """Whether there are some, or there can be none any more."""
         return bool(self._known) or self._is_closed or self._count < 2
 
+    @property
+    def all(self) -> tuple[RunForward, ...] | None:
+        """Every one of them; None while some are not imagined yet."""
+        return tuple(self._known.values()) if len(self._known) >= self._count else None
+
     def futures(self, work: int, budget: Budget | None) -> Iterator[tuple[int, RunForward, Budget | None]]:
         """Some of them by number, each with its part of the budget: those known, and as many as can be listed if so
         many spans of one are enough. They take turns."""

@@ -1,7 +1,7 @@
 """A refusal that is told without a look at the prompt is the one that the whole decision would have come to."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -265,6 +265,21 @@ def test_nobody_is_turned_away_unread_by_a_timeline_that_is_not_up_to_date() -> 
     assert here.turned_away(5.0) is None
     assert isinstance(here.place(100, 5.0), Refusal)
     assert here.turned_away(5.0) is not None
+
+
+def test_behind_a_full_cache_the_middle_one_of_all_futures_counts_once_each_is_imagined() -> None:
+    policy = replace(pool(overload_kv_demand=None), default_output_tokens=1_000)
+    here = scene(policy=policy, engines=[Settings(num_gpu_blocks=2_000)])
+    grants = [here.place(9_000) for _ in range(30)]
+    assert isinstance(grants[0], Grant)
+    here.now_s += 1.5
+    here.fleet.first_token(grants[0].ticket.id, None, here.now_s)
+    for _ in range(3):
+        full = here.place(2_000, 5.0)
+    assert isinstance(full, Refusal)
+    early = here.turned_away(5.0)
+    assert early is not None
+    assert 0.9 * full.best.wait_s <= early.best.wait_s <= full.best.wait_s
 
 
 def test_where_nobody_can_be_asked_that_is_the_answer() -> None:
