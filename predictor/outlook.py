@@ -81,7 +81,7 @@ class Outlook:
 
     def surely_opens_s(self, begins_s: float, saved_a_step_s: float) -> float | None:
         """When somebody is let in at the earliest, whatever he needs, if the next step begins at `begins_s`; where that
-        hangs on who ends when, in the middle one of all futures. Where it may turn out to, somebody's early end saves at
+        hangs on who ends when, in the middle one of all futures. Where it may turn out to, ends that come early save at
         most so much a step.
 
         None where that is not sure: the timeline is not up to date, or there are futures that were not imagined yet.
