@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from predictor.announced_step import admitted_instead, compose_of, recompose
+from predictor.announced_step import begun, compose_of, recompose
 from predictor.engines.sglang import first_ratio, ratio_after
 from predictor.engines.step_rule import rule_of
 from predictor.engines.vllm import Queue, Sequence, Settings, Step, enqueue, reusable_tokens, undo
@@ -312,12 +312,12 @@ class Shadow:
         prefilled = {id(seq) for seq, _, _ in item.step.chunks}
         named = [seq for seq, _ in told if seq is not None and id(seq) in prefilled]
         unknown = [run for run, (seq, _) in zip(runs, told, strict=True) if seq is None]
-        others = admitted_instead(self._queue, unknown, self._settings.block_size)
+        others = begun(self._queue, item.step, unknown, self._settings.block_size)
         if not named and not others and not self._ends_oldest(item, told):
             return told
         for one in self._under_way:
             one.announced = True
-        if not self._recompose(item, [*named, *others]):
+        if not self._recompose(item, named, others):
             return told
         return [
             (known, tokens) if known is not None else self._whose(run)
@@ -339,14 +339,14 @@ class Shadow:
             return oldest
         return None if newest.announced else newest
 
-    def _recompose(self, item: _UnderWay, newcomers: list[Sequence]) -> bool:
+    def _recompose(self, item: _UnderWay, named: list[Sequence], begins: list[tuple[Sequence, int]]) -> bool:
         """False if that is how it was."""
         later = self._under_way[-1] if self._under_way[-1] is not item else None
         if later is not None:
             if later.step.preempted:
                 return False
             undo(self._queue, later.step)
-        step = recompose(self._queue, self._settings, item.step, newcomers)
+        step = recompose(self._queue, self._settings, item.step, named, begins)
         found = step is not item.step
         item.step = step
         if later is not None:

@@ -531,6 +531,38 @@ def test_whom_the_engine_has_let_in_there_was_space_for(free: int) -> None:
     assert shade.forced == 0
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("credited_blocks", "found_blocks"), [(18, 3), (3, 18), (18, 0), (0, 18)])
+def test_where_the_first_run_of_a_prompt_begins_it_was_found_cached_until(
+    credited_blocks: int, found_blocks: int, is_async: bool
+) -> None:
+    samples: list[StepSample] = []
+    settings = Settings(num_gpu_blocks=1000, max_num_batched_tokens=1000, async_scheduling=is_async)
+    shade = Shadow(settings, PLAIN, samples.append)
+    shade.set_sees_blocks(True)
+    shade.book(Sequence("a", 330, 16 * credited_blocks, 1000, hashes=range(20)), 0.0)
+    tokens = 330 - 16 * found_blocks
+    ended_s = 0.010 + 0.001 * tokens
+    shade.stored([StoredRun(found_blocks, 7 if found_blocks else None, 1000, 20 - found_blocks)], ended_s)
+    shade.first_token("a", ended_s)
+    assert [(sample.new_tokens, sample.steps) for sample in samples] == [(tokens, 1)]
+    assert samples[0].duration_s == pytest.approx(ended_s)
+    assert (shade.prefilling, shade.decoding, shade.forced) == (0, 1, 0)
+
+
+def test_of_several_who_begin_alike_the_foremost_has_begun() -> None:
+    shade = Shadow(Settings(num_gpu_blocks=1000, max_num_batched_tokens=1000), PLAIN)
+    shade.set_sees_blocks(True)
+    shade.book(Sequence("first", 48, 0, 1000, hashes=range(3)), 0.0)
+    for number, name in enumerate("abc"):
+        own = range(1000 * (number + 1), 1000 * (number + 1) + 5)
+        # Ten blocks are in common, and taken to be cached. They are not.
+        shade.book(Sequence(name, 240, 160, 1000, hashes=[*range(100, 110), *own]), 0.001)
+    shade.stored([StoredRun(0, None, 900, 3), StoredRun(100, None, 901, 15)], 0.010 + 0.048 + 0.240)
+    assert shade.prefill_tokens_ahead() == 2 * 80
+    assert shade.forced == 0
+
+
 def test_a_step_that_no_rule_composes_is_taken_for_the_one_that_was() -> None:
     shade = Shadow(Settings(num_gpu_blocks=1000, max_num_batched_tokens=100), PLAIN)
     shade.set_sees_blocks(True)
