@@ -37,10 +37,13 @@ class World:
         assert isinstance(grant, Grant)
         return grant
 
-    def stored(self, tokens: list[int]) -> None:
+    def stored(self, tokens: list[int], cached_blocks: int = 0) -> None:
+        """What an engine computes of a prompt that it found cached so far."""
         count = len(tokens) // BLOCK
-        names = tuple(tokens[end * BLOCK] for end in range(count))
-        event = Stored(names, None, as_tokens(tuple(tokens[: count * BLOCK])), BLOCK, Tier.DEVICE, None, None)
+        names = [tokens[end * BLOCK] for end in range(count)]
+        parent = names[cached_blocks - 1] if cached_blocks else None
+        computed = as_tokens(tuple(tokens[cached_blocks * BLOCK : count * BLOCK]))
+        event = Stored(tuple(names[cached_blocks:]), parent, computed, BLOCK, Tier.DEVICE, None, None)
         self.fleet.apply("w", Batch(self.now_s, (event,), None), self.now_s)
 
 
@@ -55,7 +58,8 @@ def test_who_waits_for_a_history_computes_it_after_all_when_the_last_who_held_it
     for name in ("holder", *(["another"] if another else [])):
         world.place(name, history, max_tokens=2000)
         world.now_s += 0.2
-        world.stored(history)
+        # The last block is computed again: of it comes the first token.
+        world.stored(history, cached_blocks=199 if name == "another" else 0)
         world.fleet.first_token(name, None, world.now_s)
     for number in range(2):
         world.place(f"ahead {number}", numbered(100_000 * (number + 1), 9600))
