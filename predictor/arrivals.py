@@ -6,6 +6,7 @@ step nearly always, all of them where a threshold keeps a long prompt from takin
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from predictor.prefill_cost import StepCost
 from predictor.timeline import Course
 
 _KEPT, _ENOUGH = 64, 8
+_SIZES_KEPT = 512
 # Where later requests matter in every step, so many futures are imagined, with so many of them at most: gaps in units
 # of their mean, and places among the sizes. Steps of irrational length fill the plane more evenly than chance does.
 _FUTURES, _MOST = 9, 16
@@ -125,6 +127,29 @@ class RecentArrivals:
                 coming.append((at_s, sizes[int(place * count)]))
             takes_s.append(flow.takes_s(coming))
         return max(0.0, sorted(takes_s)[_FUTURES // 2] - flow.takes_s([]))
+
+
+class PromptSizes:
+    """How much of their prompts the requests of a pool have to compute, in tokens."""
+
+    __slots__ = ("_recent", "_sorted")
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=_SIZES_KEPT)
+        self._sorted: list[int] | None = None
+
+    def add(self, tokens: int) -> None:
+        self._recent.append(tokens)
+        self._sorted = None
+
+    def longer_than(self, tokens: int, share: float = 0.5) -> int:
+        """What this share of those with more than so many does not go beyond; half as much again where none had."""
+        if self._sorted is None:
+            self._sorted = sorted(self._recent)
+        first = bisect_right(self._sorted, tokens)
+        if first == len(self._sorted):
+            return tokens + max(1, tokens // 2)
+        return self._sorted[first + int(share * (len(self._sorted) - first))]
 
 
 @dataclass(slots=True)

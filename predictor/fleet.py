@@ -32,7 +32,7 @@ from predictor.admission import (
     objection,
     refuse,
 )
-from predictor.arrivals import RecentArrivals
+from predictor.arrivals import PromptSizes, RecentArrivals
 from predictor.budget_check import BudgetCheck, BudgetDoubt
 from predictor.crowding import Crowding
 from predictor.engines.step_rule import reserved_beside_prompt
@@ -223,13 +223,17 @@ class _Worker:
     comings_and_goings: int = 0
     tickets: dict[str, Ticket] = field(default_factory=dict)
     backing_off_until_s: float = 0.0  # the engine has said that it is full
-    foreign_load: bool = False  # the engine has more in progress than came through us
+    told_foreign: bool = False  # the engine has said that it has more in progress than came through us
     load_seen: tuple[float, int] | None = None  # when the engine was last asked, and what it had in progress
     kv_tokens: int = 0  # that the tickets in flight will need
     hindsight: Hindsight = field(init=False)
 
     def __post_init__(self) -> None:
         self.hindsight = Hindsight(self.spec.name)
+
+    @property
+    def foreign_load(self) -> bool:
+        return self.told_foreign or self.shadow.unbooked > 0
 
     @property
     def idle(self) -> bool:
@@ -246,6 +250,7 @@ class _Pool:
     policy: PoolPolicy
     cache: PoolCache
     workers: dict[str, _Worker] = field(default_factory=dict)
+    prompts: PromptSizes = field(default_factory=PromptSizes)
     recent: deque[str] = field(default_factory=deque)  # workers of the newest grants
     recently: Counter[str] = field(default_factory=Counter)  # how many of these each worker has
     errors: PoolErrors = field(default_factory=PoolErrors)
@@ -566,7 +571,7 @@ class Fleet:
             cost.add_steps(sample)
             shadow.set_cost(cost.cost)
 
-        shadow = Shadow(spec.settings, cost.cost, learn, cached_blocks, home.length_curve)
+        shadow = Shadow(spec.settings, cost.cost, learn, cached_blocks, home.length_curve, home.prompts.longer_than)
         home.workers[spec.name] = _Worker(
             spec, spec.settings, cost, shadow, Calibration(home.errors), _budget_check(spec.settings)
         )
@@ -680,10 +685,12 @@ class Fleet:
             known.runs += runs
             if not more:
                 runs, known.runs = known.runs, []
-                known.shadow.set_sees_blocks(known.trusted)
+                known.shadow.set_sees_blocks(known.trusted, home.cache.computes_what_it_stores(worker))
                 goes_on = any(known.shadow.goes_on(run) for run in runs)
                 known.budget.step(runs, goes_on, known.shadow.decoding)
                 known.shadow.stored(runs, now_s)
+                if known.shadow.unbooked:
+                    _spoil_samples(known)
 
     def stored_at_once(self, worker: str, blocks: int) -> None:
         """One event, before it was cut into parts, told that so many blocks were stored on the device just now."""
@@ -904,7 +911,9 @@ class Fleet:
         and whose stream is over: a request that is still waiting for its first token is seen to be alive.
         """
         known = self._pool_of[worker].workers[worker]
-        known.foreign_load = in_progress > len(known.tickets)
+        known.told_foreign = in_progress > len(known.tickets)
+        ours = sum(ticket.booked_at_s <= asked_at_s for ticket in known.tickets.values())
+        known.shadow.count_unbooked(max(0, in_progress - ours), now_s)
         earlier, known.load_seen = known.load_seen, (asked_at_s, in_progress)
         if earlier is None:
             return []
@@ -1144,6 +1153,7 @@ class Fleet:
         )
         shadow.book(seq, now_s)
         worker.arrivals.add(now_s, priced.prompt_tokens - priced.cached_tokens)
+        home.prompts.add(priced.prompt_tokens - priced.cached_tokens)
         worker.tickets[ticket.id] = ticket
         worker.kv_tokens += ticket.kv_tokens
         worker.comings_and_goings += 1

@@ -22,7 +22,7 @@ import numpy as np
 from predictor.announced_step import begun, compose_of, recompose
 from predictor.engines.sglang import first_ratio, ratio_after
 from predictor.engines.step_rule import rule_of
-from predictor.engines.vllm import Queue, Sequence, Settings, Step, enqueue, reusable_tokens, undo
+from predictor.engines.vllm import Queue, Sequence, Settings, Step, chunk_cap, enqueue, reusable_tokens, undo
 from predictor.outlook import Outlook, Sight
 from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
@@ -32,8 +32,10 @@ from predictor.prompt import BlockHashes
 from predictor.run_forward import Budget, RunForward, whole_output
 from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
+from predictor.stored_step import StoredChunk, compose_as_stored, would_store
 from predictor.timeline import Guess, Others, Pace, Timeline
 from predictor.turns import Turns
+from predictor.unbooked import FIRST_BLOCKS, Unbooked
 
 # Evidence that no so many steps explain is about something else than what the shadow knows.
 _MAX_STEPS_BEHIND = 4096
@@ -44,6 +46,8 @@ _MOST_LOOKED_AT, _STEP_LOOKED_AT = 50_000, 100
 _MIN_OUTPUT_TOKENS = 8
 # A step that is overdue by more than this is taken to last as long again: nobody knows better.
 _GRACE_S, _GRACE_RATIO = 0.05, 0.2
+# A step that only somebody nobody booked would leave a sign of is waited for so much longer than it should take.
+_DOUBT_S, _DOUBT_RATIO = 0.1, 1.0
 _RUNS: dict[str, tuple[Callable[..., Any], type[Timeline]]] = {
     "vllm": (RunForward, Timeline),
     "sglang": (PrefillFirst, PrefillFirstTimeline),
@@ -121,7 +125,8 @@ class Shadow:
 
     `on_sample` is told each interval between two step ends that were seen. `cached_blocks` tells how many of a run of
     blocks, by their hashes, the worker's cache is known to hold at this moment, from the first on. `lengths` is the
-    pool's curve of output lengths at a time.
+    pool's curve of output lengths at a time, `prompt_of` how long prompts are that are longer than so many
+    tokens: what a share of them does not go beyond.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class Shadow:
         on_sample: Callable[[StepSample], None] | None = None,
         cached_blocks: Callable[[BlockHashes], int] | None = None,
         lengths: Callable[[float], LengthCurve] | None = None,
+        prompt_of: Callable[[int, float], int] | None = None,
     ) -> None:
         self._settings = settings
         self._rule = rule_of(settings)
@@ -141,6 +147,10 @@ class Shadow:
         self._queue = Queue(free_blocks=settings.usable_blocks)
         self._sequences: dict[str, Sequence] = {}
         self._prefixes = PrefixesAhead()
+        self._unbooked = Unbooked(prompt_of)
+        # These have decoded for as many steps as were guessed: what one of them shows is true of all.
+        self._guessed_alike: set[str] = set()
+        self._told = 0, 0  # chunks of prompts that were announced last, and their tokens
         # Composed and not ended, the oldest first: one step, and with asynchronous scheduling the one after it.
         self._under_way: deque[_UnderWay] = deque()
         self._began_s = 0.0  # the oldest of them
@@ -159,7 +169,7 @@ class Shadow:
         # The engine's names of the last full blocks: what a sequence stores next has them for a parent.
         self._tails: dict[int, Sequence] = {}
         self._tail_of: dict[str, tuple[int, int]] = {}  # the tail, and how many blocks it ends
-        self._sees_blocks = False
+        self._sees_blocks = self._sees_unbooked = False
         self._outlook = Outlook(self._look)
         self._looked_s = 0.0
         self._pace = Pace()
@@ -187,7 +197,12 @@ class Shadow:
 
     def generated(self) -> list[int]:
         """How much each sequence that decodes has generated so far, in tokens."""
-        return [seq.generated for seq in self._queue.running if not seq.prefilling]
+        return [seq.generated for seq in self._queue.running if seq.booked and not seq.prefilling]
+
+    @property
+    def unbooked(self) -> int:
+        """Sequences that did not come through us."""
+        return len(self._unbooked)
 
     @property
     def sees_decodes(self) -> bool:
@@ -237,10 +252,15 @@ class Shadow:
         self._queue.free_blocks = None if usable is None else usable - sum(seq.blocks for seq in self._queue.running)
         self._outlook.forget()
 
-    def set_sees_blocks(self, sees: bool) -> None:
-        """Whether each step that stores a block is known to be announced, so that the shadow can wait for it."""
+    def set_sees_blocks(self, sees: bool, computed: bool = True) -> None:
+        """Whether each step that stores a block is known to be announced, so that the shadow can wait for it.
+
+        `computed`: whatever the engine stores it has computed, and not loaded.
+        """
         # SGLang announces a chunk with the batch after it, and what is decoded at its end.
         self._sees_blocks = sees and self._settings.family == "vllm"
+        # Asynchronous: blocks are announced a step early, and which step a stranger was in cannot be told yet.
+        self._sees_unbooked = self._sees_blocks and computed and not self._settings.async_scheduling
 
     # What happens
 
@@ -288,14 +308,263 @@ class Shadow:
         if self._settings.family == "sglang":
             return
         # All are named before any step is let end: they tell of one step, and the next is composed otherwise.
-        told = self._recomposed([self._whose(run) for run in runs], runs)
+        told = [self._whose(run) for run in runs]
+        with_others = self._see_unbooked(runs, told, now_s) if self._sees_unbooked and runs else None
+        told = self._recomposed(told, runs) if with_others is None else with_others
+        if self._unbooked.seen_lately(now_s):
+            self._told = self._prefilled(runs, told)
         self._find_missed(told, now_s)
+        for seq, tokens in told:
+            if seq is not None:
+                self._stretch(seq, tokens)
         for run, (known, at_least) in zip(runs, told, strict=True):
             seq, tokens = (known, at_least) if known is not None else self._whose(run)
             if seq is not None:
                 self._got_to(seq, tokens, now_s)
         self._told_s = now_s
         self._take_early()
+
+    def count_unbooked(self, count: int, now_s: float) -> None:
+        """The engine says that so many are in progress that we did not send."""
+        self.advance(now_s)
+        if not self._sees_unbooked:
+            return
+        waits = self._unbooked.counted(count, now_s)
+        if waits < 0:
+            for seq in self._unbooked.silent(self._settings.block_size, 1.0)[:-waits]:
+                self._drop(seq)
+            waits = 0
+        expected = self._unbooked.expected
+        if len(expected) == waits:
+            return
+        for seq in expected[waits:]:
+            if any(seq is other for other in self._queue.waiting):
+                self._drop(seq)
+        for _ in range(waits - len(expected)):
+            self._join(self._unbooked.expect(), now_s)
+            self._queue.waiting.append(self._unbooked.expected[-1])
+        if not self._under_way and self._composes_s is None:
+            self._composes_s = now_s
+        self._changed()
+
+    def _join(self, seq: Sequence, now_s: float) -> None:
+        seq.arrived = next(self._arrivals)
+        if self._lengths is not None:
+            seq.expected_output = self._lengths(now_s).length(seq.draws[0])
+        self._sequences[seq.id] = seq
+
+    def _drop(self, seq: Sequence) -> None:
+        """One that nobody booked is not there any more."""
+        self._unbooked.gone(seq)
+        self._remove(seq)
+        self._kept_out = None
+        self._rest()
+        self._changed()
+
+    def _rest(self) -> None:
+        if not self._sequences and self._given_up is None:
+            self._under_way.clear()
+            self._interval = self._composes_s = None
+
+    def _see_unbooked(
+        self, runs: list[StoredRun], told: list[tuple[Sequence | None, int]], now_s: float
+    ) -> list[tuple[Sequence | None, int]] | None:
+        """What the blocks say of those that nobody booked; returns `told` with them, None if there is nobody.
+
+        The step that has just ended is composed again with what they had in it, so that those who were booked have what
+        was left to them, and the costs what was really computed.
+        """
+        unexplained = any(seq is None for seq, _ in told)
+        may_be_new = unexplained and not self._resumes()
+        new = [
+            may_be_new and seq is None and self._unbooked.begins_another(run, self._sequences.values())
+            for run, (seq, _) in zip(runs, told, strict=True)
+        ]
+        if not len(self._unbooked) and not any(new):
+            return None
+        told, size = list(told), self._settings.block_size
+        chunks: list[StoredChunk] = []
+        is_whole = True  # whether all that was stored is understood
+        for at, (run, is_new) in enumerate(zip(runs, new, strict=True)):
+            seq, tokens = told[at]
+            if is_new:
+                seq, tokens = self._unbooked.appears(run.blocks * size, now_s), run.blocks * size
+                self._set_tail(seq, run.last, run.blocks)
+            elif seq is None:
+                seq, tokens = self._prompt_with(run)
+                is_whole = is_whole and seq is not None
+            told[at] = seq, tokens
+            if seq is None or (seq.booked and tokens > len(seq.hashes) * size):
+                continue
+            if not seq.booked:
+                self._unbooked.heard(seq, tokens, now_s)
+                if run.blocks < FIRST_BLOCKS and seq.id in self._sequences and not seq.prefilling:
+                    self._decoded_to(seq, tokens)
+                    told[at] = None, 0
+                    continue
+            chunks.append(StoredChunk(seq, tokens - run.blocks * size, tokens, seq.booked))
+        item = self._under_way[0] if self._under_way else None
+        if item is None or item.step.preempted:
+            for seq, _, tokens, is_booked in chunks:
+                if not is_booked:
+                    self._take_in(seq, tokens, now_s)
+            return [(None, 0) if seq is not None and not seq.booked else (seq, tokens) for seq, tokens in told]
+        stored = {id(chunk.seq) for chunk in chunks}
+        absent = [seq for seq in would_store(item.step, size) if id(seq) not in stored and seq.id in self._sequences]
+        if not is_whole:
+            absent = [seq for seq in absent if not seq.booked]
+        ends = {id(seq): end for seq, _, end in item.step.chunks}
+        if not absent and all(
+            is_booked and tokens <= ends.get(id(seq), 0) < tokens + size for seq, _, tokens, is_booked in chunks
+        ):
+            return told
+        self._compose_with(chunks, absent, now_s)
+        return told
+
+    def _prefilled(self, runs: list[StoredRun], told: list[tuple[Sequence | None, int]]) -> tuple[int, int]:
+        """How many of these are chunks of prompts, and their tokens."""
+        size = self._settings.block_size
+        blocks = [
+            run.blocks
+            for run, (seq, tokens) in zip(runs, told, strict=True)
+            if seq is not None and (tokens <= len(seq.hashes) * size or not seq.booked)
+        ]
+        return len(blocks), sum(blocks) * size
+
+    def _resumes(self) -> bool:
+        """Whether somebody who has given way comes back, of whom not all blocks are known."""
+        waiting = any(seq.booked and seq.generated for seq in self._queue.waiting)
+        chunks = itertools.chain.from_iterable(item.step.chunks for item in self._under_way)
+        return waiting or any(seq.booked and end > seq.prompt_tokens for seq, _, end in chunks)
+
+    def _prompt_with(self, run: StoredRun) -> tuple[Sequence | None, int]:
+        """Of those that were booked, the first whose prompt has these blocks, and up to which token they are."""
+        if run.first is None:
+            return None, 0
+        first = np.uint64(run.first)
+        for seq in self._sequences.values():
+            if len(seq.hashes) and len(found := (np.asarray(seq.hashes, np.uint64) == first).nonzero()[0]):
+                blocks = int(found[0]) + run.blocks
+                self._set_tail(seq, run.last, blocks)
+                return seq, blocks * self._settings.block_size
+        return None, 0
+
+    def _decoded_to(self, seq: Sequence, tokens: int) -> None:
+        """It has computed so many tokens, give or take one."""
+        if abs(tokens - seq.computed) > 1:
+            self._move_decodes(seq, tokens - seq.computed)
+
+    def _take_in(self, seq: Sequence, tokens: int, now_s: float) -> None:
+        """It has got to here, in a step of which nothing else is known."""
+        size, queue = self._settings.block_size, self._queue
+        if seq.id not in self._sequences:
+            self._join(seq, now_s)
+        if any(seq is other for other in queue.waiting):
+            queue.waiting = deque(other for other in queue.waiting if other is not seq)
+        if not any(seq is other for other in queue.running):
+            queue.running.append(seq)
+        decoding = sum(not other.prefilling for other in queue.running)
+        room = min(chunk_cap(len(queue), self._settings), self._settings.max_num_batched_tokens - decoding)
+        chunk = tokens - seq.computed if tokens > seq.computed else tokens
+        if chunk + size > room:
+            seq.computed, seq.generated = tokens, 0
+            self._unbooked.goes_on(seq, tokens + size)
+        else:
+            seq.computed = seq.prompt_tokens = tokens + size // 2
+            seq.generated = 1
+        blocks = -(-seq.computed // size)
+        self._take(blocks - seq.blocks)
+        seq.blocks = blocks
+        if self._interval is not None:
+            self._interval.guessed = True
+        if not self._under_way and self._composes_s is None:
+            self._composes_s = now_s
+        self._changed()
+
+    def _compose_with(self, chunks: list[StoredChunk], absent: list[Sequence], now_s: float) -> None:
+        """The step under way has just ended, and had these chunks in it, and none of who is `absent`."""
+        size, queue = self._settings.block_size, self._queue
+        item = self._under_way.popleft()
+        undo(queue, item.step)
+        running = {id(seq) for seq in queue.running}
+        for seq in reversed(absent):
+            if not seq.booked and self._unbooked.is_seen(seq):
+                # Less than a block of its prompt was left.
+                seq.prompt_tokens = seq.computed + max(1, (size - 1 - seq.computed % size) // 2)
+            elif not seq.booked:
+                self._unbooked.did_not_come(seq)
+                self._remove(seq)
+            elif id(seq) in running:
+                # It was taken to have been let in, and waits.
+                queue.running = [other for other in queue.running if other is not seq]
+                self._take(-seq.blocks)
+                seq.blocks, seq.computed = 0, seq.credited
+                queue.waiting.appendleft(seq)
+        for seq, _, tokens, is_booked in chunks:
+            if seq.id not in self._sequences:
+                self._join(seq, now_s)
+            if not is_booked:
+                self._unbooked.goes_on(seq, tokens + 2 * size)
+        step = compose_as_stored(queue, self._settings, chunks, lambda queue: self._rule(queue, self._settings))
+        self._kept_out = None
+        self._let_go(step)
+        self._find_longer(step, now_s)
+        if step.empty:
+            self._interval, self._composes_s = None, now_s
+            self._rest()
+        else:
+            seconds = self._cost.step_s(step.new_tokens, step.squares, len(step.decodes))
+            self._under_way.append(_UnderWay(step, seconds, item.before, announced=True))
+        self._changed()
+
+    def _find_longer(self, step: Step, now_s: float) -> None:
+        """This step has just ended. Where it takes longer than was left for it, steps of decodes before it were counted
+        that there have not been."""
+        interval = self._interval
+        if interval is None or not interval.plain:
+            return
+        decoding = [seq for seq in self._queue.running if not seq.prefilling and seq.generated > 1]
+        over_s = self._cost.step_s(step.new_tokens, step.squares, len(step.decodes)) - (now_s - self._began_s)
+        steps = min(interval.plain, round(over_s / self._cost.step_s(0, 0, len(decoding))))
+        if steps > 0:
+            interval.plain -= steps
+            interval.steps -= steps
+            interval.decoding = max(0, interval.decoding - steps * len(decoding))
+            for seq in decoding:
+                self._move_decodes(seq, -steps)
+        self._guessed_alike = {seq.id for seq in decoding if seq.booked}
+
+    def _all_alike(self, seq: Sequence, tokens: int, now_s: float) -> None:
+        """It has computed so many tokens in the step that has just ended, and that puts right all whose steps were
+        guessed with its own."""
+        item = self._under_way[0] if self._under_way else None
+        # A step of decodes only may have been let pass already.
+        ends = item is not None and (bool(item.step.chunks) or now_s - self._began_s > item.seconds / 2)
+        if item is not None and ends and not item.step.chunks:
+            self._end_step(now_s)
+            ends = False
+        steps = tokens - self._announced(seq) - ends
+        for other in self._queue.running:
+            if other.id in self._guessed_alike and not other.prefilling:
+                self._move_decodes(other, steps)
+        self._guessed_alike.clear()
+        if ends:
+            self._interval = None
+        else:
+            self._interval = _Interval(now_s)
+            self._began_s = now_s
+        self._changed()
+
+    def _let_go(self, step: Step) -> None:
+        """Of those that give way in it less is known."""
+        for seq in step.preempted:
+            self._unbooked.departs(seq, self._tail(seq))
+            self._forget_tail(seq)
+            self._turns.breaks(seq.id)
+            if not seq.booked:
+                # Resumed, it will be taken for another.
+                self._unbooked.gone(seq)
+                self._remove(seq)
 
     def goes_on(self, run: StoredRun) -> bool:
         """Whether these are a prompt's next blocks, after those that a step before has stored of it."""
@@ -416,19 +685,23 @@ class Shadow:
         self._composes_s = self._began_s
         self._changed()
 
-    def _stores(self, step: Step) -> bool:
+    def _stores(self, step: Step, booked_only: bool = False) -> bool:
         """Whether it completes a block of a prompt, which is announced."""
         if not self._sees_blocks:
             return False
         size = self._settings.block_size
         return any(
-            len(seq.hashes) and end // size > start // size and seq.id in self._sequences
+            (len(seq.hashes) if seq.booked else not booked_only)
+            and end // size > start // size
+            and seq.id in self._sequences
             for seq, start, end in step.chunks
         )
 
     def _got_to(self, seq: Sequence, tokens: int, now_s: float) -> None:
         """So many tokens of it are announced, and no more."""
-        self._stretch(seq, tokens)
+        if seq.id in self._guessed_alike:
+            self._all_alike(seq, tokens, now_s)
+            return
         self._catch_up(lambda: self._announced(seq) >= tokens, now_s)
         if tokens <= seq.prompt_tokens or seq.prefilling:
             return
@@ -521,6 +794,7 @@ class Shadow:
                 if any(seq is other for other in step.decodes) and self._emitted(seq) == output_tokens:
                     # Its last token came with the step before: the one under way was composed without it.
                     self._take_back()
+        self._unbooked.departs(seq, self._tail(seq))
         self._remove(seq)
         if evicts:
             self._lower_credits(seq)
@@ -529,9 +803,7 @@ class Shadow:
         oldest = self._under_way[0].step if self._under_way else None
         if oldest is not None and seq.watched and any(seq is other for other, _, _ in oldest.chunks):
             self._given_up = oldest
-        if not self._sequences and self._given_up is None:
-            self._under_way.clear()
-            self._interval = self._composes_s = None
+        self._rest()
 
     @property
     def _takes_turns(self) -> bool:
@@ -610,11 +882,16 @@ class Shadow:
         while self._under_way and self._began_s + self._under_way[0].seconds <= now_s:
             oldest = self._under_way[0]
             if self._awaited():
-                return
+                if not self._is_doubtful(now_s):
+                    break
+                self._give_up_unbooked()
+                if self._is_closed(now_s):
+                    self._compose()
+                continue
             looked_at += _STEP_LOOKED_AT + len(self._queue.running)
             if looked_at > _MOST_LOOKED_AT:
                 self.cut += 1
-                return
+                break
             if self._interval is not None:
                 self._interval.guessed = True
             if self._lasts(oldest.step):
@@ -623,6 +900,41 @@ class Shadow:
                 self._end_step(self._began_s + oldest.seconds)
             if self._is_closed(now_s):
                 self._compose()
+        if len(self._unbooked):
+            self._doubt_unbooked(now_s)
+
+    def _doubt_unbooked(self, now_s: float) -> None:
+        """Those go that have been silent for too long, or that an engine with nothing else to do does not let in."""
+        for seq in self._unbooked.silent(self._settings.block_size):
+            self._drop(seq)
+        if self._under_way or self._composes_s is not None or not len(self._unbooked):
+            return
+        self._composes_s = now_s
+        self._compose()
+        if not self._under_way:
+            for seq in [seq for seq in self._queue.waiting if not seq.booked]:
+                self._drop(seq)
+
+    def _is_doubtful(self, now_s: float) -> bool:
+        """Whether the oldest step under way is overdue, and only somebody nobody booked would leave a sign of it."""
+        if not len(self._unbooked):
+            return False
+        oldest = self._under_way[0]
+        if now_s < self._began_s + (1.0 + _DOUBT_RATIO) * oldest.seconds + _DOUBT_S:
+            return False
+        return not self._awaited(booked_only=True)
+
+    def _give_up_unbooked(self) -> None:
+        """The step under way had nothing of those that nobody booked: they are not there."""
+        size = self._settings.block_size
+        missed = [seq for item in self._under_way for seq in would_store(item.step, size)]
+        if len(self._under_way) == 1 and not self._under_way[0].step.preempted:
+            self._take_back()
+        for seq in missed:
+            if seq in self._unbooked:
+                if not self._unbooked.is_seen(seq):
+                    self._unbooked.did_not_come(seq)
+                self._drop(seq)
 
     def _is_closed(self, now_s: float) -> bool:
         """Whether all are known by now who are part of the step that comes next."""
@@ -865,7 +1177,9 @@ class Shadow:
         """Which sequence a stored run belongs to, and how many of its tokens are scheduled at least."""
         size = self._settings.block_size
         seq = self._tails.get(run.parent) if run.parent is not None else None
-        if seq is not None and (seq.generated or run.first is None or self._next_hash(seq, size) == run.first):
+        if seq is not None and (
+            seq.generated or run.first is None or not seq.booked or self._next_hash(seq, size) == run.first
+        ):
             known = self._tail_of[seq.id][1]
             blocks = known + run.blocks
             self._set_tail(seq, run.last, blocks)
@@ -940,9 +1254,7 @@ class Shadow:
         while len(self._under_way) < depth:
             before = queue.reserve_ratio, queue.shut, queue.unseen, queue.decodes_first
             step = self._rule(self._queue, self._settings, lookup=self._reusable)
-            for seq in step.preempted:
-                self._forget_tail(seq)
-                self._turns.breaks(seq.id)
+            self._let_go(step)
             if step.empty:
                 break
             waiting = self._queue.waiting
@@ -1023,6 +1335,7 @@ class Shadow:
             and not interval.guessed
             and self._on_sample is not None
             and not self._miscounted(interval, now_s)
+            and (not self._unbooked.seen_lately(now_s) or self._confirmed(interval))
         ):
             self._on_sample(
                 StepSample(
@@ -1034,19 +1347,26 @@ class Shadow:
         self._began_s = now_s
         self._changed()
 
+    def _confirmed(self, interval: _Interval) -> bool:
+        """Whether what it is taken to have computed is what was stored: where others than ours come and go, steps are
+        not counted well enough."""
+        chunks, tokens = self._told
+        size = self._settings.block_size
+        return interval.steps == 1 and chunks > 0 and tokens <= interval.new_tokens < tokens + size * chunks
+
     def _miscounted(self, interval: _Interval, now_s: float) -> bool:
         """Whether more has passed by the count than any engine can have done in the time."""
         predicted_s = interval.steps * self._cost.fixed_s + self._cost.per_token_s * interval.new_tokens
         return now_s - interval.since_s < predicted_s / _FASTEST
 
-    def _awaited(self) -> bool:
+    def _awaited(self, booked_only: bool = False) -> bool:
         """Whether the end of the oldest step under way must leave a sign."""
         present = self._sequences
         for seq, _, end in self._under_way[0].step.chunks:
             if seq.watched and end >= seq.prompt_tokens and seq.generated <= 2 and seq.id in present:
                 return True
         # Asynchronous: blocks are announced a step before they are computed.
-        return self._stores(self._under_way[-1].step)
+        return self._stores(self._under_way[-1].step, booked_only)
 
     def _lasts(self, step: Step) -> bool:
         """Whether this step is decodes only and will be the same again until somebody comes or goes."""
@@ -1133,6 +1453,7 @@ class Shadow:
     def _remove(self, seq: Sequence) -> None:
         queue = self._queue
         del self._sequences[seq.id]
+        self._guessed_alike.discard(seq.id)
         self._prefixes.remove(seq.id)
         self._turns.ends(seq.id)
         self._forget_tail(seq)
@@ -1194,6 +1515,11 @@ class Shadow:
             heir.shared_blocks -= inherited
             heir.blocks += inherited
             seq.blocks -= inherited
+
+    def _tail(self, seq: Sequence) -> int | None:
+        """The engine's name of its last block, if it is known."""
+        known = self._tail_of.get(seq.id)
+        return None if known is None else known[0]
 
     def _forget_tail(self, seq: Sequence) -> None:
         known = self._tail_of.pop(seq.id, None)

@@ -84,6 +84,7 @@ class Sequence:
     draws: tuple[float, ...] = ()  # for its output's length, one for each imagined future
     priority: int = 0  # where the engine goes by it: less comes first
     arrived: int = 0  # in order
+    booked: bool = True  # by us; else it is only known by its blocks, or by the engine's count
     output_hashes: list[int] = field(default_factory=list)  # of the full blocks after those, as they become known
     credited: int = field(init=False)  # what it was expected to find cached when it came
 

@@ -38,6 +38,7 @@ from tests.engine.workloads import Costs, Workload
 HOMES = {"vllm": engine_home, "sglang": sglang_home}
 WARM_UP = 0.1  # the part of the requests that is not counted
 _POOL, _WORKER = "m", "w"
+_PROBE_S = 5.0  # an engine is asked how many requests it has in progress
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,7 @@ class Observer:
     bound_s: float | None = None  # on the wait of every other request: what refusing would have been worth
     clairvoyant_every: int = 0  # one of so many requests is also predicted by a shadow that knows the future
     ways_seed: int | None = None  # what it sees comes by ways that take a while
+    bypass: float = 0.0  # the share of requests of which only the engine's blocks and its count of requests tell
     offset_s: float = 1000.0
 
     def __post_init__(self) -> None:
@@ -227,8 +229,16 @@ class Observer:
     def play(self, recording: Recording) -> list[Outcome]:
         naive, predicted, asked_s, at, outcomes = naive_s(recording), {}, {}, {}, []
         offset_s, arrivals = self.offset_s, recording.work.arrivals
+        passing = {n for n, draw in enumerate(np.random.default_rng(3).random(len(arrivals))) if draw < self.bypass}
+        in_progress, probed_s = 0, 0.0
         for kind, event_s, what in events(recording, self.ways_seed):
             now_s = event_s + offset_s
+            while passing and probed_s + _PROBE_S < event_s:
+                probed_s += _PROBE_S
+                self.fleet.observe_load(_WORKER, in_progress, probed_s + offset_s, probed_s + offset_s)
+            in_progress += (kind == "arrive") - (kind == "end")
+            if kind != "kv" and what in passing:
+                continue
             if kind == "arrive":
                 tokens = arrivals[what].tokens()
                 size = self.settings.block_size
@@ -276,6 +286,8 @@ class Observer:
             self.slowest_s = max(self.slowest_s, spent_s)
             self.spent_s += spent_s
         for number, arrival in enumerate(arrivals):
+            if number in passing:
+                continue
             priced = predicted[number]
             outcomes.append(
                 Outcome(
@@ -344,6 +356,7 @@ def main() -> None:
     parser.add_argument("--clairvoyant", type=int, default=0, metavar="EVERY")
     parser.add_argument("--bound", type=float, metavar="SECONDS", help="on every other request: who would be refused?")
     parser.add_argument("--ways", type=int, metavar="SEED", help="requests, events and tokens are a while on their way")
+    parser.add_argument("--bypass", type=float, default=0.0, help="share of requests that do not come through us")
     parser.add_argument("--dump", type=Path)
     parser.add_argument("workloads", nargs="*", default=workloads.NAMES)
     asked = parser.parse_args()
@@ -351,7 +364,7 @@ def main() -> None:
         recording = record(name, asked.recordings or HOMES[workloads.workload(name).engine]() / "recordings")
         told_s = watching_s(recording)
         watcher = observer(recording, asked.true_costs, asked.lengths_told, asked.bound, asked.ways)
-        watcher.clairvoyant_every = asked.clairvoyant
+        watcher.clairvoyant_every, watcher.bypass = asked.clairvoyant, asked.bypass
         runs = [watcher.play(recording)] + ([watcher.play(recording)] if asked.warm else [])
         for label, outcomes in zip(("", " (warm)"), runs, strict=False):
             rest = counted(outcomes)

@@ -335,6 +335,21 @@ def test_an_engine_with_work_that_did_not_come_through_us_is_not_called_idle() -
     assert bench.serve(ticket, now_s + 1.0, now_s + 2.0) is False
 
 
+def test_an_engine_whose_blocks_tell_of_a_prompt_nobody_booked_is_not_idle_and_others_are_chosen() -> None:
+    bench = Bench(2)
+    now_s = bench.teach()
+    worker = bench.fleet._pool_of["w0"].workers["w0"]
+    size = worker.settings.block_size
+    blocks = worker.settings.max_num_batched_tokens // size
+    bench.fleet.set_trust("w0", Trust.LIVE, 1.0)
+    tokens = as_tokens(range(blocks * size))
+    stored = Stored(tuple(range(5000, 5000 + blocks)), None, tokens, size, Tier.DEVICE, None, None, None)
+    bench.fleet.apply("w0", Batch(now_s, (stored,), None), now_s)
+    assert not worker.idle
+    assert worker.shadow.prefilling == 1
+    assert bench.grant(1000, now_s).worker == "w1"
+
+
 # Evidence
 
 

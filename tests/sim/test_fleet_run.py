@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from bench.fleet.plan import Incident, Plan, Rollout, Trouble, fleet_pools
+from bench.fleet.plan import Incident, Plan, Rollout, Trouble, fleet_pools, make_plan
 from bench.fleet.report import OVERALL, Report, report
 from bench.fleet.world import World
 from predictor.feed_state import Trust
@@ -85,3 +85,24 @@ def test_at_the_end_every_view_is_what_its_engine_holds(world: World) -> None:
 def test_the_same_seed_gives_the_same_figures() -> None:
     once, again = (figures(report(run(1.0, "radix"))) for _ in range(2))
     assert once == again
+
+
+def test_a_fifth_of_the_traffic_past_the_filter_costs_at_most_five_points() -> None:
+    (chat,) = (pool for pool in fleet_pools() if pool.name == "chat")
+    within_1s = dict.fromkeys((0.0, 0.2), 0.0)
+    graded = dict.fromkeys(within_1s, 0)
+    for seed in (3, 4):
+        for bypass in within_1s:
+            # Twelve minutes from night to noon, and nothing else happens.
+            world = World(make_plan((chat,), 0.2, 0.4, seed, is_calm=True), seed, bypass)
+            world.run()
+            found = report(world).of(OVERALL).whole
+            assert found is not None
+            graded[bypass] += found.graded
+            within_1s[bypass] += found.within_1s * found.graded
+            assert found.within_10s >= 0.99
+            assert (world.counts["chat"].bypassed > 100) == (bypass > 0)
+    without, beside = (within_1s[bypass] / graded[bypass] for bypass in within_1s)
+    sys.stdout.write(f"\nwithin 1 s: {without:.1%}, with a fifth past the filter {beside:.1%}")
+    assert without >= 0.97
+    assert beside >= without - 0.05
