@@ -62,8 +62,8 @@ def test_a_capped_prompt_and_those_that_come_later_flow_as_their_engine_steps(
     own_s = MEASURED.tokens_s(0, tokens)
     flow = CappedPrefill(course(queue, settings, tokens), own_s / tokens, tokens, output, settings, MEASURED)
     engine_s = stepped_s(queue, settings, tokens, output, coming)
-    # A flow knows no whole steps, and spreads the newcomer's own squares evenly. Who comes when a step has just begun finds
-    # the prompt alone in it: ahead by as many steps as would be shared for so many tokens.
+    # A flow knows no whole steps, and spreads the newcomer's own squares evenly. Who comes when a step has just begun
+    # finds the prompt alone in it: ahead by as many steps as would be shared for so many tokens.
     budget = settings.max_num_batched_tokens
     shared_s = MEASURED.step_s(min(budget, (1 + len(coming)) * threshold), 0, 0) * budget / threshold
     ahead_s = shared_s - MEASURED.step_s(budget, 0, 0)
