@@ -34,6 +34,8 @@ _MAX_BYTES = 8 << 20
 _FAILURES_UNTIL_DOWN = 2
 # One lost answer is no proof, and a hung engine takes requests meanwhile.
 _AGAIN_S = 0.5
+# One that is down is asked at least as often: it comes back at any moment, and its feed some seconds before its pages.
+_DOWN_AGAIN_S = 2.0
 _ABOUT_EVERY_S = 60.0
 
 
@@ -89,15 +91,15 @@ class Probe:
     async def run(self) -> None:
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
             while True:
+                self._urgent.clear()
                 try:
                     await self._ask(session)
                 except Exception:
                     # Whatever an engine says, it is asked again.
                     self._metrics.bugs.labels("probe").inc()
                 pause_s = self._interval_s * random.uniform(0.8, 1.2)
-                if 0 < self._failures < _FAILURES_UNTIL_DOWN:
-                    pause_s = min(pause_s, _AGAIN_S)
-                self._urgent.clear()
+                if self._failures:
+                    pause_s = min(pause_s, _AGAIN_S if self._failures < _FAILURES_UNTIL_DOWN else _DOWN_AGAIN_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
                         await self._urgent.wait()

@@ -32,6 +32,11 @@ async def bench(shared: Bench) -> AsyncIterator[Bench]:
         if not shared.stack.engines[spec.name].running:
             await shared.stack.start_engine(spec)
 
+    async def all_up() -> bool:
+        return all([(await shared.worker(name))["up"] for name in "abc"])
+
+    await until(all_up, 20, "engines that are up")
+
 
 async def home_of(bench: Bench, text: str) -> str:
     """Sends a cold prompt, and waits until a follow-up would go where it was served."""

@@ -181,6 +181,35 @@ async def test_two_failures_in_a_row_take_a_worker_down_and_one_answer_brings_it
         await watched.stop()
 
 
+async def test_an_engine_that_is_down_is_asked_again_soon_however_rarely_it_is_asked_when_it_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Its feed finds it before its pages are there, and nobody tells of those.
+    monkeypatch.setattr(probe_module, "_DOWN_AGAIN_S", 0.05)
+    monkeypatch.setattr(probe_module, "_AGAIN_S", 0.05)
+    fleet = Filter({"a": "10.0.0.1:8000"}, ManualClock())
+    async with EnginePage(IDLE) as engine:
+        watchers = Watchers(lambda tickets: None)
+        probe = Probe(
+            {None: "a"}, engine.endpoint, Settings(), 600.0, fleet.fleet, fleet.metrics, time.monotonic, watchers
+        )
+        engine.status = 500
+        task = asyncio.create_task(probe.run())
+
+        def up() -> bool:
+            return bool(fleet.fleet.view(0.0)["pools"]["m"]["workers"]["a"]["up"])
+
+        try:
+            await until(lambda: not up())
+            probe.nudge()
+            engine.status = 200
+            await until(up)
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
 async def test_an_engine_that_refuses_connections_is_down(watched: Watched) -> None:
     async with EnginePage(IDLE) as engine:
         endpoint = engine.endpoint
