@@ -248,9 +248,9 @@ class PrefillFirst:
         """Whether `through` can be asked for this opening."""
         return place < len(self._states)
 
-    def through(self, place: int, tokens: int, budget: Budget | None) -> tuple[float, Chunk]:
+    def through(self, place: int, tokens: int, budget: Budget | None) -> tuple[float, Chunk] | None:
         """When a newcomer of so many tokens is let in at this opening, and its last chunk: for who decodes goes on
-        beside it or in between, and comes to its end."""
+        beside it or in between, and comes to its end. None if it never is: it needs more space than there is."""
         run = copy(self)
         run._restore(self._states[place])
         run._wait(Sequence(_NEWCOMER, max(1, tokens), 0, 0, max_output=0))
@@ -266,6 +266,8 @@ class PrefillFirst:
                     budget.cut += 1
                     rest_s = (chunk.end_s - chunk.start_s) * ceil(chunk.seq.left / chunk.tokens)
                     return admitted_s, replace(chunk, start_s=chunk.start_s + rest_s, end_s=chunk.end_s + rest_s)
+            elif run._cut is None and not run._waiting:
+                return None
 
     def _wait(self, seq: Sequence) -> None:
         self._waiting.append(seq)
@@ -569,9 +571,11 @@ class PrefillFirstTimeline(Timeline):
     def course(self, tokens: int, blocks: int = 0, budget: Budget | None = None) -> Course:
         place, opening = self._opening(blocks, budget)
         tokens = max(1, tokens)
+        through = None
         if place is not None and self._run.keeps_state(place):
-            since_s, chunk = self._run.through(place, tokens, budget)
-            begins_s = self.begins_s
+            through = self._run.through(place, tokens, budget)
+        if through is not None:
+            (since_s, chunk), begins_s = through, self.begins_s
             return Course(
                 begins_s + since_s, begins_s + chunk.start_s, begins_s + chunk.end_s, chunk.tokens, 0, chunk.spare
             )

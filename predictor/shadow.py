@@ -247,6 +247,7 @@ class Shadow:
     def set_settings(self, settings: Settings) -> None:
         self._settings = settings
         self._rule = rule_of(settings)
+        self.set_sees_blocks(self._sees_blocks, self._sees_unbooked)
         usable = settings.usable_blocks
         self._kept_out = None
         self._queue.free_blocks = None if usable is None else usable - sum(seq.blocks for seq in self._queue.running)
@@ -261,6 +262,9 @@ class Shadow:
         self._sees_blocks = sees and self._settings.family == "vllm"
         # Asynchronous: blocks are announced a step early, and which step a stranger was in cannot be told yet.
         self._sees_unbooked = self._sees_blocks and computed and not self._settings.async_scheduling
+        if not self._sees_unbooked:
+            for unseen in self._unbooked.everybody:
+                self._drop(unseen)
 
     # What happens
 
@@ -404,7 +408,8 @@ class Shadow:
                     continue
             chunks.append(StoredChunk(seq, tokens - run.blocks * size, tokens, seq.booked))
         item = self._under_way[0] if self._under_way else None
-        if item is None or item.step.preempted:
+        # Of two, as they were composed before settings changed, the one that has ended cannot be composed again.
+        if item is None or item.step.preempted or len(self._under_way) > 1:
             for seq, _, tokens, is_booked in chunks:
                 if not is_booked:
                     self._take_in(seq, tokens, now_s)
@@ -1322,6 +1327,8 @@ class Shadow:
             steps = min(steps, seq.max_output - seq.generated)
         seq.generated += steps
         seq.computed += steps
+        if not seq.blocks and not seq.shared_blocks:
+            return  # it has given way, and holds nothing until it is let in again
         new = max(0, -(-seq.computed // self._settings.block_size) - seq.shared_blocks) - seq.blocks
         seq.blocks += new
         self._take(new)

@@ -54,6 +54,10 @@ class Unbooked:
     def __contains__(self, seq: Sequence) -> bool:
         return seq.id in self._sequences
 
+    @property
+    def everybody(self) -> list[Sequence]:
+        return list(self._sequences.values())
+
     # What becomes of them
 
     def appears(self, tokens: int, now_s: float) -> Sequence:

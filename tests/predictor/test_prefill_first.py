@@ -223,3 +223,13 @@ def test_a_prompt_that_is_let_in_costs_about_as_much_to_list_as_its_work_says() 
     run = PrefillFirst(queue, settings, MEASURED, {seq.id: 600 for seq in queue.waiting})
     before = run.work
     assert lines_run(run, 10) < LINES_A_SPAN * (run.work - before)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_prompt_that_the_whole_cache_cannot_hold_is_priced_and_not_waited_for(rule: dict[str, Any]) -> None:
+    running = [Sequence("r", 5, 5, 40, generated=1, max_output=40, blocks=5)]
+    settings = Settings(family="sglang", block_size=1, num_gpu_blocks=20, max_num_batched_tokens=16, **rule)
+    shape = Shape(Queue(list(running), free_blocks=15), settings, MEASURED, {"r": 40})
+    budget = Budget(500)
+    assert 0.0 < shape.timeline().finish_s(500, 500, budget) < 60.0
+    assert budget.used <= 500

@@ -1,5 +1,6 @@
 """The shadow of one engine: what evidence does to it."""
 
+import random
 import time
 from collections import deque
 
@@ -720,3 +721,71 @@ def test_an_end_frees_its_slot_in_the_step_after_the_one_that_has_been_composed(
     running = shade._under_way[0].step
     assert not running.chunks
     assert [seq.id for seq, _, _ in shade._under_way[1].step.chunks] == ["c"]
+
+
+# Space is neither lost nor made up
+
+
+def test_who_has_given_way_takes_no_space_by_what_is_heard_of_the_steps_before() -> None:
+    settings = Settings(block_size=4, num_gpu_blocks=11, max_num_batched_tokens=100, async_scheduling=True)
+    shade = Shadow(settings, PLAIN)
+    shade.set_sees_blocks(True)
+    for number, name in enumerate("ab"):
+        shade.book(Sequence(name, 16, 0, 100, hashes=range(10 * number, 10 * number + 4)), 0.0)
+    shade.stored([StoredRun(0, None, 100, 4), StoredRun(10, None, 200, 4)], 0.001)
+    for name in "ab":
+        shade.first_token(name, 0.045)
+    now_s = 0.045
+    while not (waiting := shade.state(now_s).queue.waiting) and now_s < 1.0:
+        now_s += 0.001
+    assert [seq.id for seq in waiting] == ["b"]
+    # More steps than were counted, both of them in it; and then there is space for the other one again.
+    shade.stored([StoredRun(1000, 100, 101, 2)], now_s)
+    shade.finish("a", now_s + 0.01)
+    shade.advance(now_s + 1.0)
+    assert not shade.state(now_s + 1.0).queue.waiting
+    shade.finish("b", now_s + 1.01)
+    assert shade.free_blocks == 10
+
+
+def test_who_cannot_be_followed_any_more_is_not_taken_to_be_there() -> None:
+    shade = Shadow(Settings(num_gpu_blocks=1000, max_num_batched_tokens=100, max_num_seqs=1), PLAIN)
+    shade.set_sees_blocks(True)
+    shade.stored([StoredRun(9000, None, 9001, 6)], 5.0)
+    for number in range(2):
+        shade.count_unbooked(20, 5.0 + 0.1 * number)
+    assert shade.unbooked == 20
+    shade.set_sees_blocks(False)
+    assert (shade.unbooked, len(shade), shade.free_blocks) == (0, 0, 999)
+
+
+def test_an_engine_that_composes_otherwise_from_now_on_is_followed_through_steps_composed_before() -> None:
+    """What is under way by asynchronous scheduling ends, and nobody is taken to have computed less than nothing."""
+    for seed in range(150):
+        rng = random.Random(seed)
+        shade = Shadow(Settings(num_gpu_blocks=60, max_num_batched_tokens=100), PLAIN)
+        now_s, names, tails = 0.0, [], [1, 2, 3]
+        for number in range(60):
+            now_s += rng.choice([0.0, 0.001, 0.011, 0.11])
+            settings = Settings(num_gpu_blocks=60, max_num_batched_tokens=100, async_scheduling=rng.random() < 0.5)
+            match rng.choice(["book", "stored", "stored", "stored", "settings", "end", "first"]):
+                case "book":
+                    tokens = rng.choice([1, 15, 100, 250])
+                    hashes = range(100 * number, 100 * number + tokens // 16)
+                    shade.book(Sequence(f"s{number}", tokens, 0, 100, hashes=hashes), now_s)
+                    names.append(f"s{number}")
+                case "stored":
+                    shade.set_sees_blocks(True)
+                    tails.append(rng.randrange(10**6))
+                    first, parent = rng.choice([None, 10**7 + number]), rng.choice([None, *tails[-4:]])
+                    shade.stored([StoredRun(first, parent, tails[-1], rng.choice([1, 2, 6]))], now_s)
+                case "settings":
+                    shade.set_settings(settings)
+                case "end" if names:
+                    shade.finish(names.pop(rng.randrange(len(names))), now_s)
+                case "first" if names:
+                    shade.first_token(rng.choice(names), now_s)
+            state = shade.state(now_s)
+            sequences = [*state.queue.running, *state.queue.waiting]
+            assert all(seq.computed >= 0 and seq.blocks >= 0 for seq in sequences), f"seed {seed}"
+            assert state.queue.free_blocks == 59 - sum(seq.blocks for seq in sequences), f"seed {seed}"
