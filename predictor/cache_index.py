@@ -665,6 +665,7 @@ class CacheIndex:
         if not waiting:
             return
         ready: list[Sequence[int]] = [hashes]
+        gone: list[tuple[_Holder, list[int]]] = []
         while ready:
             told = ready.pop()
             for holder in waiting:
@@ -676,6 +677,11 @@ class CacheIndex:
                         assert parent is not None, "its store was just taken in"
                         self._place_orphans(holder, run, parent)
                         ready.append(run.hashes)
+                        if run.gone:
+                            gone.append((holder, list(run.gone)))
+        # Held until here, for what they tell of the blocks behind them: who is let go of may lose its place at once.
+        for holder, names in gone:
+            self._let_go(holder, names)
         for holder in waiting:
             self._shed(holder)
 
@@ -684,9 +690,6 @@ class CacheIndex:
         holder.recent.clear()
         chained = self._hasher.link(parent, run.contents)
         self._hold(holder, run.hashes, chained, run.ratio)
-        # Held for a moment, for what they tell of the blocks behind them.
-        if run.gone:
-            self._let_go(holder, list(run.gone))
 
     # Names and bits
 

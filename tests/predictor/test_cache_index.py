@@ -471,6 +471,18 @@ def test_an_orphan_that_was_removed_is_not_adopted_but_those_behind_it_are() -> 
     assert index.runs(prompt(1, 2, 3, 4, 5, 6, 7, 8)) == {"a": 4}
 
 
+def test_orphans_behind_one_that_was_removed_are_adopted_whoever_takes_its_place_in_the_table() -> None:
+    index = CacheIndex(hasher(), FAMILY)
+    index.add("w")
+    removed = 100
+    beside = removed + index._prime  # wants the same slot
+    for name, parent, tokens in [(3, removed, [5, 6]), (removed, 1, [3, 4]), (beside, 1, [7, 8])]:
+        index.apply("w", store([name], tokens, parent))
+    index.apply("w", removal(removed))
+    index.apply("w", store([1], [1, 2]))
+    assert (index.blocks("w"), index.orphans("w")) == (3, 0)
+
+
 def test_orphans_are_bounded_and_the_longest_parked_go_first() -> None:
     index = index_of("a")
     for number in range(3_000):
