@@ -682,7 +682,7 @@ class Fleet:
         known.shadow.settle(now_s)
         runs = home.cache.apply(worker, batch)
         if now_s is not None:
-            known.runs += runs
+            _append(known.runs, runs)
             if not more:
                 runs, known.runs = known.runs, []
                 known.shadow.set_sees_blocks(known.trusted, home.cache.computes_what_it_stores(worker))
@@ -1209,6 +1209,15 @@ class Fleet:
             return False
         worker.shadow.set_cost(worker.cost.cost)
         return True
+
+
+def _append(runs: list[StoredRun], more: ReadOnly[StoredRun]) -> None:
+    """The next part of a batch: where an event was cut, its run goes on."""
+    goes_on = bool(runs and more) and runs[-1].last == more[0].parent
+    if goes_on:
+        first = runs.pop()
+        runs.append(StoredRun(first.first, first.parent, more[0].last, first.blocks + more[0].blocks))
+    runs += more[goes_on:]
 
 
 def _count_overdue(worker: _Worker, tickets: Mapping[str, Ticket], now_s: float) -> None:

@@ -564,7 +564,7 @@ async def test_a_batch_of_thousands_of_blocks_leaves_the_loop_its_turns(
     follower: Follower, engine: FakePublisher, form: str
 ) -> None:
     """As SGLang stores them with pages of one token; the index has to take in every block."""
-    blocks = 20_000
+    blocks = 50_000
     await joined(follower, engine)
     chain: list[dict[str, object]] = [
         {**stored(0), "block_hashes": list(range(1, blocks + 1)), "token_ids": [7] * (BLOCK * blocks)},

@@ -197,7 +197,8 @@ async def test_an_engine_that_is_down_is_asked_again_soon_however_rarely_it_is_a
         task = asyncio.create_task(probe.run())
 
         def up() -> bool:
-            return bool(fleet.fleet.view(0.0)["pools"]["m"]["workers"]["a"]["up"])
+            view: dict[str, Any] = fleet.fleet.view(0.0)
+            return bool(view["pools"]["m"]["workers"]["a"]["up"])
 
         try:
             await until(lambda: not up())
