@@ -226,6 +226,7 @@ class _Worker:
     told_foreign: bool = False  # the engine has said that it has more in progress than came through us
     load_seen: tuple[float, int] | None = None  # when the engine was last asked, and what it had in progress
     kv_tokens: int = 0  # that the tickets in flight will need
+    unseen_hits: bool = False  # it has reported more reuse than was seen: what is quick need not be a quick worker
     hindsight: Hindsight = field(init=False)
 
     def __post_init__(self) -> None:
@@ -568,6 +569,8 @@ class Fleet:
             return home.cache.held(spec.name, hashes)
 
         def learn(sample: StepSample) -> None:
+            if sample.new_tokens and home.cache.view(spec.name).trust is Trust.LOST:
+                return  # how much of them was cached is known at their end, if at all
             cost.add_steps(sample)
             shadow.set_cost(cost.cost)
 
@@ -861,7 +864,10 @@ class Fleet:
         worker.calibration.grade(
             priced.kind, priced.spread, predicted_s, actual_s - priced.already_waited_s, ticket.overdue
         )
-        if worker.cost.graded(predicted_s, actual_s - priced.already_waited_s, ticket.cost_changes):
+        hits_may_be_unseen = worker.unseen_hits and home.cache.view(ticket.worker).trust is Trust.LOST
+        if not hits_may_be_unseen and worker.cost.graded(
+            predicted_s, actual_s - priced.already_waited_s, ticket.cost_changes
+        ):
             worker.shadow.set_cost(worker.cost.cost)
         if ticket.would_refuse is not None:
             self._reviewed(home, [review_shadow(ticket.id, ticket.would_refuse, priced, actual_s)])
@@ -885,6 +891,7 @@ class Fleet:
         judged = ticket.first_token_at_s is not None and not ticket.moved and not retried
         if judged and usage.cached_tokens is not None:
             home.cache.learn(ticket.worker, ticket_id, usage.cached_tokens)
+            worker.unseen_hits |= usage.cached_tokens > ticket.forecast.cached_tokens
         if judged:
             home.cache.served(ticket.worker, ticket_id, _told_length(ticket, usage), usage.cached_tokens)
         seen_tokens = home.cache.release(ticket.worker, ticket_id, _left(ticket, usage) if judged else None)

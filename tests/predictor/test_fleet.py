@@ -350,6 +350,21 @@ def test_an_engine_whose_blocks_tell_of_a_prompt_nobody_booked_is_not_idle_and_o
     assert bench.grant(1000, now_s).worker == "w1"
 
 
+def test_hits_in_a_cache_of_which_nothing_is_known_do_not_teach_that_prefill_costs_nothing() -> None:
+    bench = Bench(1)
+    bench.fleet.set_trust("w0", Trust.LOST, 0.0)
+    now_s = bench.teach()
+    assert bench.views()["w0"]["cost"]["us_per_token"] == pytest.approx(100, rel=0.1)
+    for _ in range(30):
+        ticket = bench.grant(2000, now_s)
+        assert ticket.forecast.cached_tokens == 0
+        # All but the last block is there, as is known when it has ended.
+        first_s = now_s + STEP_S + 16 / TOKENS_PER_S
+        bench.serve(ticket, first_s, first_s + 19 * STEP_S, Usage(2000, 1984, 20))
+        now_s += 1.0
+    assert bench.views()["w0"]["cost"]["us_per_token"] == pytest.approx(100, rel=0.2)
+
+
 # Evidence
 
 
