@@ -201,6 +201,17 @@ class App:
             self._holding.release()
         shutdown = self._config.shutdown
         await self._server.stop(shutdown.notice_s, shutdown.grace_s)
+        await self.abandon()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
+        if self._store is not None:
+            await self._store.save(pool.name for pool in self._config.pools)
+        self._log("stopped")
+        self._log.close()
+
+    async def abandon(self) -> None:
+        """Ends what follows the engines, also where `start` has failed: for open sockets the process would
+        wait when it ends, perhaps for ever."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -208,12 +219,6 @@ class App:
         self._requests.close()
         self._reader.close()
         self._zmq.destroy(linger=0)
-        if self._recorder is not None:
-            await asyncio.to_thread(self._recorder.close)
-        if self._store is not None:
-            await self._store.save(pool.name for pool in self._config.pools)
-        self._log("stopped")
-        self._log.close()
 
     async def _views_known(self) -> None:
         """Returns when what the engines have stored was replayed: the first requests would else be decided without it.

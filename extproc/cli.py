@@ -179,7 +179,11 @@ async def _serve(config: Config) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    listening = await app.start()
+    try:
+        listening = await app.start()
+    except OSError:
+        await app.abandon()
+        raise
     # What is there now stays: the collector need not walk tokenizers and modules again and again. And what a request
     # leaves behind has hardly any cycles, so that looking for them more seldom costs no memory.
     gc.collect()
