@@ -388,7 +388,8 @@ class CacheIndex:
         self._shed(holder)
 
     def _remove(self, view: _View, event: Removed) -> None:
-        if not self._is_followed(view, event.tier, event.group, new=False):
+        # Counted by blocks, as unknown ones are: how removals were put together on the way says nothing.
+        if not self._is_followed(view, event.tier, event.group, new=False, skips=len(event.hashes)):
             return
         holder = self._holder(view, event.tier)
         if holder is None:
@@ -396,7 +397,7 @@ class CacheIndex:
             return
         self._let_go(holder, event.hashes)
 
-    def _is_followed(self, view: _View, tier: Tier, group: int | None, *, new: bool) -> bool:
+    def _is_followed(self, view: _View, tier: Tier, group: int | None, *, new: bool, skips: int = 1) -> bool:
         """Of several groups of layers that attend to everything the first is followed: they go together.
 
         A removal does not tell its group's kind: one of a group that was never taken in is not ours.
@@ -411,7 +412,7 @@ class CacheIndex:
             followed = None
         if followed == group:
             return True
-        self.skipped["other_group"] += 1
+        self.skipped["other_group"] += skips
         return False
 
     # Holding and letting go
