@@ -222,6 +222,7 @@ class FleetCollector(Collector):
         pools = view["pools"]
         assert isinstance(pools, dict)
         yield from self._shortcuts(list(pools))
+        yield self._corrections(list(pools))
         enforcing = GaugeMetricFamily("headway_admission_enforcing", "1 if refusals are carried out", labels=["pool"])
         for name, pool in pools.items():
             enforcing.add_metric([name], float(pool["admission"]["mode"] == "enforce"))
@@ -285,3 +286,16 @@ class FleetCollector(Collector):
             for worker, count in known.shadows_cut.items():
                 shadows.add_metric([pool, worker], count)
         yield from (cut, stale, spans, shadows)
+
+    def _corrections(self, pools: Iterable[str]) -> Metric:
+        found = CounterMetricFamily(
+            "headway_shadow_corrections",
+            "Times that a worker's steps were found to be others than they were taken to be",
+            labels=["pool", "worker", "kind"],
+        )
+        for pool in pools:
+            for worker, known in self._fleet.corrections(pool).items():
+                found.add_metric([pool, worker, "forced"], known.forced)
+                found.add_metric([pool, worker, "recomposed"], known.recomposed)
+                found.add_metric([pool, worker, "token_held"], known.tokens_held)
+        return found

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, fields
 import msgspec
 import numpy as np
 
+from predictor.course import State
 from predictor.engines.step_rule import rule_of
 from predictor.engines.vllm import Sequence as Seq
 from predictor.engines.vllm import Settings, Step, enqueue
 from predictor.prefill_cost import StepCost
 from predictor.prefixes_ahead import common_blocks
 from predictor.prompt import BlockHashes
-from predictor.shadow import State
 
 _NO_HASHES: BlockHashes = np.empty(0, np.uint64)
 

@@ -34,6 +34,7 @@ from predictor.admission import (
 )
 from predictor.arrivals import PromptSizes, RecentArrivals
 from predictor.budget_check import BudgetCheck, BudgetDoubt
+from predictor.course import State
 from predictor.crowding import Crowding
 from predictor.engines.step_rule import reserved_beside_prompt
 from predictor.engines.vllm import Sequence, Settings, room_beside
@@ -52,7 +53,7 @@ from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
 from predictor.renewal import Renewal
 from predictor.routing import Candidate, Choice, Prefer, RoutingPolicy, Why, choose
 from predictor.run_forward import Budget
-from predictor.shadow import Shadow, State
+from predictor.shadow import Corrections, Shadow
 from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
 from predictor.timeline import Guess, Timeline
@@ -986,6 +987,10 @@ class Fleet:
         home = self._pools[pool]
         cut = {name: worker.shadow.cut for name, worker in home.workers.items()}
         return Shortcuts(home.renewal.cut, home.renewal.stale, home.renewal.spent, cut)
+
+    def corrections(self, pool: str) -> Mapping[str, Corrections]:
+        """By worker, how often its steps were found to be others than they were taken to be."""
+        return {name: worker.shadow.corrections for name, worker in self._pools[pool].workers.items()}
 
     def _pool_view(self, pool: _Pool, now_s: float, budget: Budget) -> dict[str, object]:
         return {

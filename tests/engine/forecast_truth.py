@@ -270,7 +270,7 @@ class Observer:
                 if self.lengths_told:
                     seq = self.worker.shadow._sequences[ticket.id]
                     seq.expected_output, seq.draws = arrivals[what].output_tokens, ()
-                    self.worker.shadow._changed()
+                    self.worker.shadow._course.changed()
             elif kind == "kv":
                 self.fleet.apply(_WORKER, batch, now_s)
             elif kind == "first":

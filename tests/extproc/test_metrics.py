@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, gen
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.metrics import Metrics
+from predictor.engines.vllm import Settings
 from predictor.feed_state import Trust
 from predictor.fleet import Grant, Usage, Wish
 from predictor.grading import CacheVerdict, Grade
@@ -141,3 +142,19 @@ async def test_gauges_show_the_fleet_as_it_is() -> None:
     assert sum(values(families["headway_index_skipped"]).values()) == 1
     filter_.fleet.finish("t", Usage(), clock())
     assert gauge("in_flight") == 0
+
+
+def test_it_is_counted_how_often_an_engine_did_otherwise_than_its_replay_had_it() -> None:
+    clock = ManualClock()
+    filter_ = Filter({"a": "10.0.0.1:8000"}, clock)
+    filter_.fleet.configure("a", Settings(max_num_seqs=1))
+    for name in "xy":
+        filter_.fleet.place("m", Prompt(500, exact=True), Wish(name, clock()), clock())
+    corrections = values(page(filter_.registry)["headway_shadow_corrections"])
+    assert corrections == {("forced", "m", "a"): 0, ("recomposed", "m", "a"): 0, ("token_held", "m", "a"): 0}
+    # It has one slot, and nobody has left it.
+    for name in "xy":
+        clock.advance(1.0)
+        filter_.fleet.first_token(name, None, clock())
+    corrections = values(page(filter_.registry)["headway_shadow_corrections"])
+    assert corrections == {("forced", "m", "a"): 1, ("recomposed", "m", "a"): 0, ("token_held", "m", "a"): 0}

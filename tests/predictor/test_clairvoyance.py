@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from predictor.clairvoyance import BadCosts, Coming, Seer, read_costs
+from predictor.course import State
 from predictor.engines.vllm import Queue, Sequence, Settings
 from predictor.prefill_cost import StepCost
 from predictor.prompt import BlockHashes
-from predictor.shadow import State
 
 # 1 ms a token, 10 ms a step.
 COST = StepCost(0.0, 0.0, 0.010, 0.001, 0.0, 0.0)

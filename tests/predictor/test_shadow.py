@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from predictor.engines.vllm import Queue, Sequence, Settings, schedule, undo
 from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
-from predictor.shadow import Shadow
+from predictor.shadow import Corrections, Shadow
 from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
 
@@ -300,7 +300,7 @@ def test_whatever_comes_in_whatever_order_at_whatever_cost_the_work_is_bounded(
         timeline = shade.timeline(now_s)
         assert timeline.finish_s(1) >= timeline.admitted_s() >= now_s
         assert len(shade) == len(known)
-        assert shade.prefilling - (shade._given_up is not None) + shade.decoding == len(known)
+        assert shade.prefilling - (shade._course.given_up is not None) + shade.decoding == len(known)
 
 
 def test_steps_that_cost_nothing_pass_a_night_at_once() -> None:
@@ -484,7 +484,9 @@ def test_of_a_burst_the_first_step_has_whom_it_announces(admitted: int, at_once:
         shade.stored(announced(range(admitted, 7)), step_s + 0.010 + 0.048 * left)
         assert shade.prefill_tokens_ahead() == 0
         assert [(sample.new_tokens, sample.decoding) for sample in samples[1:]] == [(48 * left, admitted)]
-    assert shade.forced == 0
+    # It was composed with all that were there when it began; a step that was as it was composed is none more.
+    was_otherwise = admitted != (7 if at_once else 1)
+    assert shade.corrections == Corrections(forced=0, recomposed=was_otherwise, tokens_held=0)
     assert shade.free_blocks == 999 - 7 * 3 - (admitted if left else 0)
 
 
@@ -496,10 +498,11 @@ def test_first_tokens_that_come_before_the_blocks_of_their_step_wait_for_them() 
     step_s = 0.010 + 3 * 0.048
     for number in range(3):
         shade.first_token(f"r{number}", step_s)
+    assert shade.corrections == Corrections(forced=0, recomposed=0, tokens_held=3)
     shade.stored(announced(range(3)), step_s + 0.002)
     assert (shade.prefilling, shade.decoding) == (4, 3)
     assert [(sample.new_tokens, sample.steps, sample.arrival_tokens) for sample in samples] == [(3 * 48, 1, 48)]
-    assert shade.forced == 0
+    assert shade.corrections == Corrections(forced=0, recomposed=1, tokens_held=3)
 
 
 def test_first_tokens_whose_blocks_do_not_come_are_believed_all_the_same() -> None:
@@ -679,7 +682,7 @@ def test_a_prompt_that_was_on_its_way_for_longer_is_in_the_step_that_announces_i
     assert [(sample.new_tokens, sample.decoding, sample.steps) for sample in samples] == [(32, 1, 1)]
     assert samples[0].duration_s == pytest.approx(0.042)
     # "a" has had a token with each of the eighteen steps, and one before.
-    assert shade._emitted(shade._sequences["a"]) == 19
+    assert shade._course.emitted(shade._sequences["a"]) == 19
     assert shade.forced == 0
 
 
@@ -712,7 +715,7 @@ def test_an_end_frees_its_slot_in_the_step_after_the_one_that_has_been_composed(
     shade, at_s = decoding_shadow("ab")
     shade.book(Sequence("c", 32, 0, 1000, hashes=range(500, 502)), at_s + 0.002)
     shade.advance(at_s + 0.025)
-    begun_s, generated = shade._began_s, shade._emitted(shade._sequences["a"])
+    begun_s, generated = shade._course.began_s, shade._course.emitted(shade._sequences["a"])
     assert shade.prefilling == 1
     ended_s = begun_s + 0.010
     shade.finish("a", ended_s, output_tokens=generated + 1)

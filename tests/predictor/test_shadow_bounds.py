@@ -22,7 +22,7 @@ class Composed:
             self.steps += 1
             return schedule(queue, settings, newcomers, lookup)
 
-        monkeypatch.setattr("predictor.shadow.rule_of", lambda settings: counted)
+        monkeypatch.setattr("predictor.course.rule_of", lambda settings: counted)
 
 
 @pytest.fixture

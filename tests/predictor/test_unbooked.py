@@ -11,7 +11,7 @@ from predictor.arrivals import PromptSizes
 from predictor.engines.vllm import Sequence, Settings
 from predictor.prefill_cost import StepCost
 from predictor.run_forward import Budget
-from predictor.shadow import Shadow
+from predictor.shadow import Corrections, Shadow
 from predictor.step_sample import StepSample
 from predictor.stored_run import StoredRun
 
@@ -85,7 +85,7 @@ def test_who_was_booked_gets_what_it_leaves_of_a_step_and_costs_are_learned_of_b
     # It decodes now, and takes one token of a step.
     assert shade.prefill_tokens_ahead() == 320 - 64 - 99
     assert [(sample.new_tokens, sample.decoding) for sample in samples[1:]] == [(99, 1)]
-    assert shade.forced == 0
+    assert shade.corrections == Corrections(forced=0, recomposed=1, tokens_held=0)
 
 
 def test_who_waits_behind_it_is_not_taken_to_have_been_let_in() -> None:

@@ -1,0 +1,208 @@
+"""One worker's KV space: what of it is free, who holds which blocks in common, and who waits for how many.
+
+A block that several hold counts for one of them. What nobody holds stays cached only until somebody who waits needs its
+place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from predictor.engines.vllm import Queue, Sequence, Settings, reusable_tokens
+from predictor.output_lengths import LengthCurve
+from predictor.prefixes_ahead import PrefixesAhead, Share
+from predictor.prompt import BlockHashes
+
+# Longer than any output.
+_WAITS = 1 << 40
+# Of requests that begin like another, those that are asked whether they last until its turn.
+_OWNERS_LOOKED_AT = 64
+# What lasts with less certainty is not counted on: among workers that which promises too much is chosen.
+_MAY_BE_GONE = 1 / 3
+
+
+class KvSpace:
+    """`sequences` are all that are in the queue, by name. `cached_blocks` tells how many of a run of blocks, by their
+    hashes, the worker's cache is known to hold at this moment, from the first on.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        sequences: Mapping[str, Sequence],
+        settings: Settings,
+        cached_blocks: Callable[[BlockHashes], int] | None,
+    ) -> None:
+        self.settings = settings
+        self.wanted: int | None = None  # blocks that those who wait need; None: not added up since something changed
+        self._queue = queue
+        self._sequences = sequences
+        self._prefixes = PrefixesAhead()
+        self._cached_blocks = cached_blocks
+
+    def add(self, seq: Sequence, reused_blocks: int | None = None) -> None:
+        self._prefixes.add(seq.id, np.asarray(seq.hashes, np.uint64), reused_blocks)
+
+    def remove(self, seq: Sequence) -> None:
+        """It is neither in the queue nor among the sequences any more: what it held is free, or others' from now on."""
+        self._prefixes.remove(seq.id)
+        if seq.blocks and self._queue.free_blocks is not None and len(seq.hashes):
+            self._pass_on(seq)
+        self.take(-seq.blocks)
+
+    def take(self, blocks: int) -> None:
+        if self._queue.free_blocks is not None:
+            self._queue.free_blocks -= blocks
+
+    def fit(self, seq: Sequence) -> None:
+        """It holds what it has computed, and no more."""
+        blocks = max(0, -(-seq.computed // self.settings.block_size) - seq.shared_blocks)
+        self.take(blocks - seq.blocks)
+        seq.blocks = blocks
+
+    def grow(self, seq: Sequence) -> None:
+        """It holds what it has computed, and keeps what it had beyond that for its next steps."""
+        new = -(-seq.computed // self.settings.block_size) - seq.shared_blocks - seq.blocks
+        if new > 0:
+            seq.blocks += new
+            self.take(new)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether those who wait need more KV space than is free: what nobody holds is taken by them."""
+        free = self._queue.free_blocks
+        # Less than none is free where what runs holds more than a cache that has become smaller.
+        return free is not None and self.waiting_blocks() > max(0, free)
+
+    def waiting_blocks(self) -> int:
+        """Of KV space that who waits needs."""
+        if self.wanted is None:
+            size = self.settings.block_size
+            self.wanted = sum(-(-(seq.prompt_tokens + seq.generated) // size) for seq in self._queue.waiting)
+        return self.wanted
+
+    def reusable(self, seq: Sequence) -> tuple[int, int]:
+        """What the engine would find cached of a waiting sequence now, in tokens, and blocks of it that others hold."""
+        size = self.settings.block_size
+        if not len(seq.hashes) or self._cached_blocks is None:
+            return seq.computed, seq.shared_blocks
+        hashes = np.asarray(seq.hashes, np.uint64)
+        run, held = self._cached_blocks(hashes), 0
+        if seq.output_hashes and run == len(hashes):
+            # Resumed after a preemption: what it generated is stored behind its prompt.
+            run = self._cached_blocks(np.concatenate([hashes, np.array(seq.output_hashes, np.uint64)]))
+        in_flight = self.settings.family == "vllm"  # a prompt enters SGLang's tree with its result
+        for other, common in self._alike(seq):
+            if common <= held:
+                break
+            held = max(held, min(common, -(-other.computed // size)))
+            if in_flight:
+                run = max(run, min(common, other.computed // size))
+        tokens = reusable_tokens(run, size, seq.prompt_tokens + seq.generated)
+        return tokens, min(held, tokens // size)
+
+    def lasting_blocks(self, hashes: BlockHashes, blocks: int, steps: float, curve: LengthCurve) -> int:
+        """Of a newcomer's first `blocks`, which are cached or on their way now, what quite likely is left of a crowded
+        cache when it is admitted, so many steps from now; outputs are as long as `curve` says.
+
+        Nothing stays cached but what somebody still holds or has held until shortly before.
+        """
+        wanted = self.waiting_blocks()
+        stays = steps * max(0, self._queue.free_blocks or 0) / wanted  # steps until what nobody holds is taken
+        steps_until: dict[str, float] | None = None  # who waits is admitted
+        gone = 1.0
+        for looked_at, (seq_id, common) in enumerate(self._prefixes.nearest(hashes)):
+            if looked_at == _OWNERS_LOOKED_AT:
+                break
+            seq = self._sequences[seq_id]
+            left = steps - stays
+            if not seq.generated and not seq.blocks:
+                if steps_until is None:
+                    steps_until = self._steps_until_admitted(steps / wanted)
+                left -= steps_until.get(seq_id, 0.0)
+            ends = seq.generated + max(0, int(left))
+            if seq.max_output is None or ends < seq.max_output:
+                gone *= 1.0 - curve.longer(ends) / (curve.longer(seq.generated) or 1.0)
+            if gone <= _MAY_BE_GONE:
+                return min(blocks, common)
+        return 0
+
+    def lower_credits(self, gone: Sequence) -> None:
+        """Who waits, and was to find what this one held, will not, where the queue before it takes more than is free
+        and nobody else ahead of it holds the same."""
+        free, size = self._queue.free_blocks, self.settings.block_size
+        if free is None or not self.crowded:
+            return
+        waits: dict[str, tuple[int, int]] | None = None
+        for seq_id, common in itertools.islice(self._prefixes.nearest(gone.hashes), _OWNERS_LOOKED_AT):
+            seq = self._sequences[seq_id]
+            credited = seq.computed // size
+            if seq.generated or seq.blocks or not 0 < credited <= common:
+                continue
+            if waits is None:
+                waits = self._waits()
+            place, before = waits.get(seq_id, (0, 0))
+            if before <= free:
+                continue
+            kept = 0
+            for other_id, shared in itertools.islice(self._prefixes.nearest(seq.hashes), _OWNERS_LOOKED_AT):
+                if other_id != seq_id and waits.get(other_id, (-1, 0))[0] < place:
+                    kept = shared
+                    break
+            if kept < credited:
+                seq.computed = kept * size
+                seq.shared_blocks = min(seq.shared_blocks, kept)
+
+    def shares(self, ends: Mapping[str, int]) -> Mapping[str, Share]:
+        """Which blocks of those in flight are not free when they end, after so many tokens of output in all. Who waits
+        ends after who runs, one by one."""
+        if self.settings.family != "vllm" or self._queue.free_blocks is None or not self._prefixes.any_alike:
+            return {}
+        order: dict[str, float] = {seq.id: ends[seq.id] - seq.generated for seq in self._queue.running}
+        order |= {seq.id: _WAITS + place for place, seq in enumerate(self._queue.waiting)}
+        return self._prefixes.shares(order)
+
+    # Inside
+
+    def _alike(self, seq: Sequence) -> Iterator[tuple[Sequence, int]]:
+        """Running sequences that begin with the same block, and how many blocks they have in common, most first."""
+        running = {other.id for other in self._queue.running}
+        for seq_id, common in self._prefixes.nearest(seq.hashes):
+            if seq_id in running and seq_id != seq.id:
+                yield self._sequences[seq_id], common
+
+    def _pass_on(self, seq: Sequence) -> None:
+        """Blocks that counted for one that leaves, and that others hold as well, count for one of those from now on."""
+        size = self.settings.block_size
+        heir, kept = None, 0
+        for other, common in self._alike(seq):
+            if common <= kept:
+                break
+            shared = min(common, -(-other.computed // size))
+            if shared > kept:
+                heir, kept = other, shared
+        inherited = kept - seq.shared_blocks
+        if heir is not None and inherited > 0:
+            inherited = min(inherited, heir.shared_blocks, seq.blocks)
+            heir.shared_blocks -= inherited
+            heir.blocks += inherited
+            seq.blocks -= inherited
+
+    def _waits(self) -> dict[str, tuple[int, int]]:
+        """Of each that waits its place in the queue, and the blocks that are filled before its turn."""
+        waits, tokens = {}, 0
+        for place, seq in enumerate(self._queue.waiting):
+            waits[seq.id] = place, tokens // self.settings.block_size
+            tokens += seq.left
+        return waits
+
+    def _steps_until_admitted(self, steps_a_block: float) -> dict[str, float]:
+        size, steps = self.settings.block_size, 0.0
+        until = {}
+        for seq in self._queue.waiting:
+            until[seq.id] = steps
+            steps += steps_a_block * -(-(seq.prompt_tokens + seq.generated) // size)
+        return until
