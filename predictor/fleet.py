@@ -46,7 +46,7 @@ from predictor.hindsight import Guard, GuardPolicy, Hindsight, Review, Watched, 
 from predictor.interval import Calibration, PoolErrors
 from predictor.kv_events import Batch, Tier
 from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
-from predictor.output_lengths import LengthCurve, OutputLengths, Running, draws
+from predictor.output_lengths import Going, LengthCurve, OutputLengths, Running, draws
 from predictor.pool_cache import CacheSpec, Left, PoolCache, Reuse
 from predictor.prefill_cost import DecodeSample, LearningPolicy, PrefillCost, PrefillSample, StepCost
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Prompt
@@ -312,8 +312,9 @@ class _Pool:
     def _generated(self) -> Running:
         running = Running()
         for worker in self.workers.values():
-            shadow = worker.shadow
-            (running.seen if shadow.sees_decodes else running.counted).extend(shadow.generated())
+            shadow, tickets = worker.shadow, worker.tickets
+            going = running.seen if shadow.sees_decodes else running.counted
+            going.extend(Going(tokens, tickets[name].number) for name, tokens in shadow.generated() if name in tickets)
         return running
 
 
@@ -902,7 +903,7 @@ class Fleet:
         if usage.output_tokens is not None and ticket.first_token_at_s is not None:
             # Nobody generates more than was asked for, whatever is reported.
             seen = min(usage.output_tokens, ticket.wish.max_tokens or _MAX_OUTPUT_TOKENS, _MAX_OUTPUT_TOKENS)
-            home.lengths.ended(seen, ticket.wish.max_tokens)
+            home.lengths.ended(seen, ticket.wish.max_tokens, ticket.number)
         if not judged:
             return Ended(ticket, None, usage, learned_from=False)
         if usage.cached_tokens is None and seen_tokens is not None:

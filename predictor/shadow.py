@@ -105,9 +105,9 @@ class Shadow:
         """Tokens that a newcomer would find still to be prefilled before it."""
         return self._course.load.prefill_tokens
 
-    def generated(self) -> list[int]:
+    def generated(self) -> list[tuple[str, int]]:
         """How much each sequence that decodes has generated so far, in tokens."""
-        return [seq.generated for seq in self._queue.running if seq.booked and not seq.prefilling]
+        return [(seq.id, seq.generated) for seq in self._queue.running if seq.booked and not seq.prefilling]
 
     @property
     def unbooked(self) -> int:

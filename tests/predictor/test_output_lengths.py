@@ -1,23 +1,30 @@
 """How much requests generate: what ended, what still decodes and what was cut off, in one curve."""
 
+import itertools
 import sys
 import timeit
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.output_lengths import LengthCurve, OutputLengths, Running, draws
+from predictor.output_lengths import Going, LengthCurve, OutputLengths, Running, draws
 
 NOBODY = Running
+
+
+def going_on(*tokens: int, since: int = 0) -> Running:
+    """Requests that have generated so much, booked one after the other from a number on."""
+    return Running([Going(some, since + place) for place, some in enumerate(tokens)])
 
 
 def curve_of(ended: list[int], running: list[int] | None = None, max_tokens: int | None = None) -> LengthCurve:
     lengths = OutputLengths(256)
     for tokens in ended:
         lengths.ended(tokens, max_tokens)
-    return lengths.curve(lambda: Running(running or []), 0.0)
+    return lengths.curve(lambda: going_on(*(running or [])), 0.0)
 
 
 # The curve
@@ -140,19 +147,19 @@ def test_a_curve_is_drawn_anew_only_when_enough_is_new() -> None:
     for number in range(1000):
         lengths.ended(number + 1, None)
     first = lengths.curve(running, 0.0)
-    assert lengths.curve(running, 100.0) is first
+    assert lengths.curve(running, 10.0) is first, "nothing is new"
     for _ in range(70):
         lengths.ended(5, None)
-    assert lengths.curve(running, 5.0) is first, "too soon"
-    assert lengths.curve(running, 10.0) is not first
-    assert len(asked) == 2
+    assert lengths.curve(running, 15.0) is first, "too soon"
+    assert lengths.curve(running, 20.0) is not first
+    assert len(asked) == 3
 
 
 def test_while_few_have_ended_those_that_run_are_looked_at_every_second() -> None:
     lengths = OutputLengths(256)
-    before = lengths.curve(lambda: Running([10]), 0.0)
-    assert lengths.curve(lambda: Running([900] * 50), 0.5) is before
-    assert lengths.curve(lambda: Running([900] * 50), 1.0).longer(800) > 0.9 > before.longer(800)
+    before = lengths.curve(lambda: going_on(10), 0.0)
+    assert lengths.curve(lambda: going_on(*[900] * 50), 0.5) is before
+    assert lengths.curve(lambda: going_on(*[900] * 50), 1.0).longer(800) > 0.9 > before.longer(800)
 
 
 @pytest.mark.parametrize("tokens", [0, -1, (1 << 20) + 1])
@@ -178,12 +185,102 @@ def test_a_draw_costs_microseconds_and_a_curve_a_millisecond() -> None:
     lengths = OutputLengths(256)
     for tokens in rng.lognormal(5.5, 0.9, 2000):
         lengths.ended(int(tokens) + 1, None)
-    curve = lengths.curve(lambda: Running([100] * 500), 0.0)
+    curve = lengths.curve(lambda: going_on(*[100] * 500), 0.0)
     draw_s = timeit.timeit(lambda: curve.length(0.7, 100), number=2000) / 2000
     fresh_s = min(timeit.repeat(lambda: lengths.recall([]), number=1, repeat=5))
     sys.stdout.write(f"\none draw {draw_s * 1e6:.1f} us, one curve {fresh_s * 1e3:.2f} ms")
     assert draw_s < 100e-6
     assert fresh_s < 0.015
+
+
+# Another kind
+
+
+def test_outputs_of_another_kind_are_noticed_before_the_first_of_them_have_ended() -> None:
+    lengths, second = OutputLengths(256), itertools.count()
+    for number in range(1, 65):
+        lengths.ended(20, None, number)
+        lengths.curve(NOBODY, float(next(second)))
+    before = lengths.curve(NOBODY, float(next(second)))
+    assert before.longer(20) < 0.1
+    # Those who began later have gone beyond what anybody has had, and one has ended early.
+    lengths.ended(3, None, 100)
+    still = lengths.curve(lambda: going_on(*[24] * 5, since=101), float(next(second)))
+    assert still.longer(20) < 0.3, "that may be chance"
+    now = lengths.curve(lambda: going_on(*[24] * 40, since=101), float(next(second)))
+    assert now.longer(20) > 0.7
+    assert lengths.memory() == [(3, True)], "what was before says nothing any more"
+    # Who was booked before does not count when it ends, either.
+    lengths.ended(20, None, 60)
+    assert len(lengths) == 1
+
+
+@pytest.mark.parametrize("factor", [0.4, 2.5])
+def test_after_a_change_of_traffic_a_few_hundred_requests_suffice_where_two_thousand_are_remembered(
+    factor: float,
+) -> None:
+    def sample(rng: np.random.Generator, number: int) -> float:
+        return float(rng.lognormal(4.8, 0.9)) * (factor if number > 2000 else 1.0)
+
+    lengths, forgotten = played(sample, 2700, seed=7)
+    assert len(forgotten) == 1
+    assert 1700 < forgotten[0] <= 2450, "the number of the last one that is forgotten"
+    median = lengths.curve(NOBODY, 0.0).length(0.5, 0)  # as it was drawn last
+    assert median == pytest.approx(factor * np.exp(4.8), rel=0.25)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("kind", ["spread", "memoryless", "two kinds", "alike"])
+def test_as_long_as_traffic_stays_as_it_is_nothing_is_forgotten(kind: str, at_once: bool) -> None:
+    def sample(rng: np.random.Generator, number: int) -> float:
+        match kind:
+            case "spread":
+                return float(rng.lognormal(4.5, 0.9))
+            case "memoryless":
+                return float(rng.exponential(120))
+            case "two kinds":
+                return float(rng.integers(1, 12) if rng.random() < 0.4 else rng.integers(150, 300))
+        return float(rng.integers(100, 180))
+
+    for seed in (8, 9):
+        lengths, forgotten = played(sample, 2000, seed, at_once)
+        assert not forgotten, f"seed {seed}"
+        assert len(lengths) > 1700
+
+
+def played(
+    sample: Callable[[np.random.Generator, int], float], count: int, seed: int, at_once: bool = False
+) -> tuple[OutputLengths, list[int]]:
+    """So many requests on 200 slots, a token a step of 50 ms each; the numbers up to which was forgotten. `at_once`:
+    all slots begin together."""
+    rng, lengths = np.random.default_rng(seed), OutputLengths(256)
+    live: list[tuple[int, int, int]] = []  # number, step of its beginning, length
+    number = step = 0
+    forgotten: list[int] = []
+    while number < count:
+        step += 1
+        for _ in range((200 if len(live) < 5 else 0) if at_once else int(rng.poisson(1.2)) if len(live) < 200 else 0):
+            number += 1
+            live.append((number, step, 1 + int(sample(rng, number))))
+        for one, began, length in live:
+            if step - began == length:
+                lengths.ended(length, None, one)
+        live = [one for one in live if step - one[1] < one[2]]
+        if step % 20 == 0:
+            first = min((int(end.number) for end in lengths._ended), default=1)
+            going = Running([Going(step - began, one) for one, began, _ in live])
+            lengths.curve(lambda known=going: known, step * 0.05)  # type: ignore[misc]
+            if len(lengths._ended) and min(end.number for end in lengths._ended) > first + 100:
+                forgotten.append(lengths._of_before)
+    return lengths, forgotten
+
+
+def test_where_a_few_have_ended_soon_the_others_are_not_taken_to_end_as_soon() -> None:
+    # A sixth of Mooncake's answers are of some words, and half of more than 180 tokens: this is what shows of them when
+    # nobody has got beyond 46.
+    rng = np.random.default_rng(10)
+    curve = curve_of(rng.integers(1, 24, 23).tolist(), rng.integers(2, 46, 182).tolist())
+    assert 90 < curve.length(0.5, 0) < 260
 
 
 # Before anybody has ended
@@ -206,6 +303,6 @@ def test_one_that_goes_on_says_less_than_many() -> None:
 
 def test_what_is_only_counted_lengthens_no_guess() -> None:
     # By steps of a length that nobody knows yet, far too much may have been counted.
-    curve = OutputLengths(256).curve(lambda: Running(counted=[400] * 100), 0.0)
+    curve = OutputLengths(256).curve(lambda: Running(counted=[Going(400)] * 100), 0.0)
     assert curve.length(0.5, 0) < 800
     assert curve.longer(399) > 0.9

@@ -106,10 +106,10 @@ def test_decodes_that_were_counted_while_its_chunk_was_computed_are_taken_back()
     shade.first_token("a", 0.042)
     # Five decode steps, and then a step of 99 tokens of somebody else that took as long as eleven.
     shade.advance(0.200)
-    assert shade.generated()[0] > 12
+    assert shade.generated()[0][1] > 12
     shade.stored([begins(6)], 0.042 + 5 * 0.010 + 0.109)
     # The first, five, and the one beside the chunk.
-    assert shade.generated() == [1 + 5 + 1]
+    assert [tokens for _, tokens in shade.generated()] == [1 + 5 + 1]
 
 
 def test_what_is_learned_while_others_come_and_go_is_what_was_stored() -> None:
