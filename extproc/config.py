@@ -166,6 +166,9 @@ class Fairness(_Section, frozen=True):
     half_life_s: _Seconds = 60.0
 
 
+_MOST_PRIORITY = 1 << 60
+
+
 class EngineSettings(_Section, frozen=True):
     """What an engine runs with. `device` gives vLLM's defaults for what is not said (0.32's `get_batch_defaults`, and
     `async_scheduling`, which is its default but on CPUs)."""
@@ -177,12 +180,18 @@ class EngineSettings(_Section, frozen=True):
     long_prefill_token_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
     long_prefill_token_threshold_adaptive: bool = False
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_chunked_prefill: bool = True
     max_model_len: _Positive | None = None
     async_scheduling: bool | None = None
     schedule_conservativeness: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     enable_mixed_chunk: bool = False
     prefill_decode_interval: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     prefill_decode_interval_min_bs: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+    max_prefill_tokens: _Positive = _DEFAULTS.max_prefill_tokens
+    schedule_low_priority_values_first: bool = False
+    default_priority_value: Annotated[int, msgspec.Meta(ge=-_MOST_PRIORITY, le=_MOST_PRIORITY)] | None = None
+    priority_scheduling_preemption_threshold: Annotated[int, msgspec.Meta(ge=0, le=_MOST_PRIORITY)] = 10
+    disable_priority_preemption: bool = False
     device: Literal["gpu-160gib", "gpu-70gib", "gpu", "cpu"] = "gpu-70gib"
 
     def for_engine(self, family: Literal["vllm", "sglang"] = "vllm") -> Settings:
@@ -204,6 +213,8 @@ class EngineSettings(_Section, frozen=True):
 
 _SGLANGS_OWN = (
     "schedule_conservativeness", "enable_mixed_chunk", "prefill_decode_interval", "prefill_decode_interval_min_bs",
+    "max_prefill_tokens", "schedule_low_priority_values_first", "default_priority_value",
+    "priority_scheduling_preemption_threshold", "disable_priority_preemption",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from predictor.engines.vllm import LAST
 from predictor.prompt import MAX_BLOCK_SIZE
 
 # More than any engine has; what is beyond is no number to reckon with.
@@ -171,7 +172,8 @@ def read_sglang_info(text: bytes, host: str) -> About | None:
         "prefill_decode_interval_min_bs": _int(page.get("prefill_decode_interval_min_bs"), _MOST_REQUESTS, least=0),
         "block_size": size,
         "num_gpu_blocks": None if tokens is None else tokens // size,
-        "max_num_batched_tokens": _int(page.get("chunked_prefill_size"), _MOST_TOKENS),
+        **_sglang_chunks(page, tokens),
+        **_sglang_order(page),
         "max_num_seqs": _int(state.get("effective_max_running_requests_per_dp"), _MOST_REQUESTS)
         or _int(page.get("max_running_requests"), _MOST_REQUESTS),
     }
@@ -187,13 +189,45 @@ def read_sglang_info(text: bytes, host: str) -> About | None:
     )
 
 
+def _sglang_chunks(page: Mapping[str, object], tokens: int | None) -> dict[str, int | None]:
+    """Where prompts are not cut, a batch may be as long as all that the cache holds."""
+    chunk = page.get("chunked_prefill_size")
+    if not isinstance(chunk, int) or isinstance(chunk, bool):
+        return {}
+    if chunk > 0:
+        return {"max_num_batched_tokens": _int(chunk, _MOST_TOKENS), "enable_chunked_prefill": True}
+    return {"max_num_batched_tokens": tokens, "enable_chunked_prefill": False}
+
+
+def _sglang_order(page: Mapping[str, object]) -> dict[str, int | str | None]:
+    """Whom it lets in first."""
+    policy = page.get("schedule_policy")
+    if page.get("enable_priority_scheduling") is not True:
+        return {"scheduling_policy": "fcfs"}
+    if policy not in ("fcfs", None):
+        return {}
+    low_first = page.get("schedule_low_priority_values_first") is True
+    default = _int(page.get("default_priority_value"), _MOST_EVER, least=-_MOST_EVER)
+    threshold = "priority_scheduling_preemption_threshold"
+    return {
+        "scheduling_policy": "priority",
+        "schedule_low_priority_values_first": low_first,
+        # Whoever has none is the last: what was told of an engine before this one must not stand.
+        "default_priority_value": default if default is not None else LAST if low_first else -LAST,
+        threshold: _int(page.get(threshold), _MOST_EVER, least=0),
+        "disable_priority_preemption": page.get("disable_priority_preemption") is True,
+    }
+
+
 def _sglang_not_followed(page: Mapping[str, object]) -> Iterator[str]:
-    policy, chunk = page.get("schedule_policy"), page.get("chunked_prefill_size")
+    policy, retraction = page.get("schedule_policy"), page.get("retraction_policy")
     if _text(policy) is not None and policy != "fcfs":
         yield f"schedule_policy={policy}"
-    if isinstance(chunk, int) and chunk <= 0:
-        yield f"chunked_prefill_size={chunk}"
-    for key in ("enable_priority_scheduling", "enable_dp_attention", "enable_prefill_delayer"):
+        if page.get("enable_priority_scheduling") is True:
+            yield "enable_priority_scheduling"
+    if retraction == "priority":
+        yield f"retraction_policy={retraction}"
+    for key in ("enable_dp_attention", "enable_prefill_delayer"):
         if page.get(key) is True:
             yield key
 
@@ -242,6 +276,7 @@ def read_vllm_about(
         "long_prefill_token_threshold_adaptive": _bool(scheduler.get("long_prefill_token_threshold_adaptive")),
         "scheduling_policy": _policy(scheduler.get("policy")),
         "async_scheduling": _bool(scheduler.get("async_scheduling")),
+        "enable_chunked_prefill": _bool(scheduler.get("enable_chunked_prefill")),
         "block_size": _int(cache.get("block_size"), MAX_BLOCK_SIZE),
         "num_gpu_blocks": _int(cache.get("num_gpu_blocks"), _MOST_TOKENS),
         "max_model_len": min(lengths) if lengths else None,

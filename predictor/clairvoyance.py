@@ -16,8 +16,8 @@ import numpy as np
 
 from predictor.course import State
 from predictor.engines.step_rule import rule_of
+from predictor.engines.vllm import ARRIVALS_APART, Settings, Step, enqueue
 from predictor.engines.vllm import Sequence as Seq
-from predictor.engines.vllm import Settings, Step, enqueue
 from predictor.prefill_cost import StepCost
 from predictor.prefixes_ahead import common_blocks
 from predictor.prompt import BlockHashes
@@ -30,6 +30,7 @@ _REQUESTS_A_FORK = 32
 _TOLERANCE_S, _TOLERANCE_RATIO = 0.001, 1e-4
 # Nothing takes longer; what does will never end.
 _MOST_STEPS = 5_000_000
+_NO_END = 1 << 30
 
 
 class BadCosts(ValueError):
@@ -96,7 +97,7 @@ class Coming:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    priority: int = 0
+    priority: int | None = None
     hashes: BlockHashes = field(default_factory=lambda: _NO_HASHES, compare=False)
 
 
@@ -177,6 +178,9 @@ class _Fork:
                 seq.computed = coming[known].cached_tokens
         for seq in (*self._queue.running, *self._queue.waiting):
             self._bound(seq)
+        # Who has had its last token in this very moment is gone, though that was not heard yet.
+        for seq in [seq for seq in self._queue.running if self._ended(seq)]:
+            self._release(seq)
 
     def first_token_s(self, request_id: str) -> float | None:
         depth = 2 if self._settings.async_scheduling else 1
@@ -274,7 +278,8 @@ class _Fork:
             self._next += 1
             seq = Seq(one.id, one.prompt_tokens, one.cached_tokens, one.output_tokens)
             # Numbered after all that the shadow knows.
-            seq.priority, seq.arrived = one.priority, (1 << 40) + self._next
+            seq.priority = self._settings.place(one.priority)
+            seq.arrived = (1 << 60) + self._next * ARRIVALS_APART
             self._bound(seq)
             enqueue(self._queue, self._settings, seq)
             self._emitted[seq.id] = 0
@@ -291,5 +296,8 @@ class _Fork:
         count = self._emitted[seq.id] = self._emitted.get(seq.id, 0) + 1
         if count == 1:
             self.first_s[seq.id] = self._clock_s
-        if count >= self._lengths.get(seq.id, 1 << 30) and any(seq is other for other in self._queue.running):
+        if self._ended(seq) and any(seq is other for other in self._queue.running):
             self._release(seq)
+
+    def _ended(self, seq: Seq) -> bool:
+        return self._emitted.get(seq.id, 0) >= self._lengths.get(seq.id, _NO_END)

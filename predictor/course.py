@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from predictor.block_owners import BlockOwners, Owner
-from predictor.engines.sglang import ratio_after
+from predictor.engines.sglang import may_preempt, ratio_after
 from predictor.engines.step_rule import rule_of
-from predictor.engines.vllm import Queue, Sequence, Settings, Step, undo
+from predictor.engines.vllm import ARRIVALS_APART, Queue, Sequence, Settings, Step, undo
 from predictor.kv_space import KvSpace
 from predictor.outlook import Outlook
 from predictor.prefill_cost import StepCost
@@ -108,7 +108,7 @@ class Course:
         self.unbooked = unbooked
         self._outlook = outlook
         self._on_sample = on_sample
-        self._arrivals = itertools.count(1)
+        self._arrivals = itertools.count(ARRIVALS_APART, ARRIVALS_APART)
         self._load: Load | None = None
 
     def set_settings(self, settings: Settings) -> None:
@@ -364,6 +364,7 @@ class Course:
         """Whether this step is decodes only and will be the same again until somebody comes or goes."""
         queue, settings = self.queue, self.settings
         full = len(queue.running) >= settings.max_num_seqs or len(step.decodes) >= settings.max_num_batched_tokens
+        full = full and not may_preempt(queue, settings)
         kept_out = queue.shut if self.takes_turns else bool(queue.waiting) and queue.waiting[0] is self.kept_out
         shut = not queue.waiting or full or kept_out
         if queue.decodes_first and (queue.waiting or any(seq.prefilling for seq in queue.running)):

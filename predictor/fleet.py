@@ -124,7 +124,7 @@ class Wish(msgspec.Struct, frozen=True, gc=False):
     tenant: str | None = None  # who shares the pool with whom, where that counts
     session: str | None = None  # what the caller calls the conversation
     adapter: str | None = None  # LoRA adapter that must be loaded
-    priority: int = 0  # for engines that go by it: less comes first
+    priority: int | None = None  # for engines that go by it, as the caller gave it
 
 
 class Attempt(enum.Enum):
@@ -406,10 +406,10 @@ class _Race:
             if len(shadow) <= _FEW and not shadow.timeline_is_fresh and self._budget.left > 0:
                 # A new one is as quickly there as the old one is priced.
                 own = Budget(_FEW_SPANS)
-                timeline: Timeline | Guess = shadow.timeline(self._now_s, own, self._wish.priority)
+                timeline: Timeline | Guess = shadow.timeline(self._now_s, own, self._waits_by(worker))
             else:
                 own = self._budget.glance()
-                timeline = shadow.standing_timeline(self._now_s, own, self._wish.priority)
+                timeline = shadow.standing_timeline(self._now_s, own, self._waits_by(worker))
             self.prospects.append(self._prospect(worker, timeline, own))
             self.workers.append(worker)
             self._budget.left -= own.used
@@ -423,7 +423,7 @@ class _Race:
         def anew(place: int, own: Budget) -> float:
             worker = self.workers[place]
             self.prospects[place] = self._prospect(
-                worker, worker.shadow.timeline(self._now_s, own, self._wish.priority), own
+                worker, worker.shadow.timeline(self._now_s, own, self._waits_by(worker)), own
             )
             return cost_s(self.prospects[place].forecast)
 
@@ -434,6 +434,9 @@ class _Race:
             renewal = self._home.renewal
             costs_s = [cost_s(prospect.forecast) for prospect in self.prospects]
             renewal.bring_up(costs_s, self._old, renewal.turn(len(costs_s)), anew, self._budget)
+
+    def _waits_by(self, worker: _Worker) -> int:
+        return worker.settings.place(self._wish.priority)
 
     def objections(self) -> list[Reason | None]:
         """Why each of those priced is not open to the request."""
@@ -1068,7 +1071,7 @@ class Fleet:
             if used_up and not shadow.prefilling:
                 wait_s = 0.0
             elif used_up or (cost.learned and not worker.idle):
-                wait_s = shadow.least_wait_s(now_s, wish.priority)
+                wait_s = shadow.least_wait_s(now_s, worker.settings.place(wish.priority))
             if wait_s is not None:
                 _count_overdue(worker, self._tickets, now_s)
                 high_wait_s = least_high_wait_s(wait_s, quantile, worker.calibration, cost.basis, worker.trusted)
@@ -1162,7 +1165,7 @@ class Fleet:
             max_output=wish.max_tokens,
             hashes=hashes,
             draws=drawn,
-            priority=wish.priority,
+            priority=worker.settings.place(wish.priority),
         )
         shadow.book(seq, now_s)
         worker.arrivals.add(now_s, priced.prompt_tokens - priced.cached_tokens)

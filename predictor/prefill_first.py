@@ -7,15 +7,24 @@ next one in. Once a newcomer is in, what it has left of its prompt has the steps
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import ceil
 from typing import Any, cast
 
-from predictor.engines.sglang import RESERVED_MOST_TOKENS, Intake, ratio_after, ratio_after_retraction
-from predictor.engines.vllm import Queue, Sequence, Settings
+from predictor.engines.sglang import (
+    RESERVED_MOST_TOKENS,
+    Intake,
+    Victim,
+    ratio_after,
+    ratio_after_retraction,
+    who_gives_way,
+)
+from predictor.engines.vllm import LAST, Queue, Sequence, Settings
 from predictor.prefill_cost import StepCost
 from predictor.run_forward import Budget, RunForward
 from predictor.timeline import Course, Others, Timeline
@@ -28,6 +37,8 @@ _MOST_STATES = 16
 # In spans: what a stretch of decoding costs beside the batch that is tried before it, and, of a batch or of who may be
 # retracted, how many requests are as much as one.
 _STRETCH_WORK, _ADMITTED_A_SPAN, _LOOKED_AT_A_SPAN = 1, 2, 16
+# Where a door is never shut, who was turned away for space is tried again after so many steps: each would be a span.
+_TRIED_AGAIN_STEPS = 8
 _ENDLESS = 1 << 60
 _UNTOLD = 1 << 40  # without a `max_tokens` the most stays reserved
 _NEWCOMER = ""  # its tokens cost nothing here: who asks adds that
@@ -35,9 +46,9 @@ _NEWCOMER = ""  # its tokens cost nothing here: who asks adds that
 
 # What changes as a queue is run forward.
 _STATE = (
-    "_cut", "_decoders", "_decodes_first", "_ends", "_far", "_far_until", "_free", "_near", "_near_until", "_number",
-    "_offered", "_paces", "_phases", "_ratio", "_shut", "_steps", "_unseen", "_waiting", "_waiting_blocks", "clock_s",
-    "gated",
+    "_cut", "_decoders", "_decodes_first", "_ends", "_far", "_far_until", "_free", "_near", "_near_until",
+    "_number", "_offered", "_paces", "_phases", "_ratio", "_shut", "_steps", "_unseen", "_waiting", "_waiting_blocks",
+    "clock_s", "gated",
 )  # fmt: skip
 
 
@@ -80,15 +91,18 @@ class PrefillFirst:
     """
 
     __slots__ = (
-        "_chunk", "_cost", "_cut", "_decoders", "_decodes_first", "_ends", "_far", "_far_until", "_free", "_lag",
-        "_mark", "_near", "_near_until", "_number", "_offered", "_paces", "_phases", "_ratio", "_settings", "_shut",
-        "_states", "_steps", "_unseen", "_waiting", "_waiting_blocks", "_whole", "clock_s", "first_open", "gated",
-        "mixes", "spans", "work",
+        "_chunk", "_cost", "_cut", "_decoders", "_decodes_first", "_ends", "_far", "_far_until", "_free",
+        "_lag", "_mark", "_near", "_near_until", "_number", "_offered", "_paces", "_phases", "_place", "_preempts",
+        "_ratio", "_settings", "_shut", "_states", "_steps", "_unseen", "_waiting", "_waiting_blocks", "_whole",
+        "clock_s", "first_open", "gated", "mixes", "spans", "work",
     )  # fmt: skip
 
-    def __init__(self, queue: Queue, settings: Settings, cost: StepCost, ends_at: dict[str, int]) -> None:
-        """`ends_at` tells each sequence's whole output, in tokens."""
-        self._settings, self._cost = settings, cost
+    def __init__(
+        self, queue: Queue, settings: Settings, cost: StepCost, ends_at: dict[str, int], place: int = LAST
+    ) -> None:
+        """`ends_at` tells each sequence's whole output, in tokens; `place` is what the newcomer would wait by."""
+        self._settings, self._cost, self._place = settings, cost, place
+        self._preempts = settings.preempts
         # With overlap a batch is composed before the one ahead of it shows who has ended.
         self._lag = 1 if settings.async_scheduling else 0
         self._free = queue.free_blocks
@@ -129,8 +143,14 @@ class PrefillFirst:
 
     @property
     def chunk_tokens(self) -> int:
-        """What a prompt gets in a step that it has to itself."""
-        return self._settings.max_num_batched_tokens
+        """What one step holds of prompts; where they are not cut, one that is longer has a step to itself."""
+        settings = self._settings
+        return settings.max_num_batched_tokens if self.cuts_prompts else settings.max_prefill_tokens
+
+    @property
+    def cuts_prompts(self) -> bool:
+        """Whether who is let in may get a part of a step, and the rest later."""
+        return self._settings.enable_chunked_prefill
 
     def _opening(self, start_s: float, end_s: float, room: int, free_blocks: int) -> Opening:
         size = self._settings.block_size
@@ -170,17 +190,31 @@ class PrefillFirst:
                 self.gated = True
                 self._decode()
             elif not self._prefill():
-                self.gated = self._shut = True
-                self._decode()
+                self.gated = True
+                self._shut = not self._preempts
+                is_full = len(self._decoders) >= self._settings.max_num_seqs
+                self._decode(0 if self._shut or is_full else _TRIED_AGAIN_STEPS)
         elif self._decoders:
-            if not self._shut and len(self._decoders) < self._settings.max_num_seqs:
-                reserved, decoding = self._ratio * self._reserved, len(self._decoders)
-                intake = Intake(self._settings, self._free, reserved, decoding, 1)
-                if intake.room:
+            if not self._shut:
+                intake = self._intake()
+                if self._let_newcomer_in(intake):
                     self._offer(self.clock_s, self.clock_s, intake.room, intake.space)
             self._decode()
         else:
             self.spans.append(self._opening(self.clock_s, self.clock_s, self.chunk_tokens, _ENDLESS))
+
+    def _intake(self) -> Intake:
+        decoding, slots = len(self._decoders), self._settings.max_num_seqs - len(self._decoders)
+        return Intake(self._settings, self._free, self._ratio * self._reserved, decoding, slots)
+
+    def _let_newcomer_in(self, intake: Intake) -> int:
+        """The room for it in what others leave of a batch, where it may be by taking the slot of somebody."""
+        if intake.full and self._preempts:
+            newcomer = Sequence(_NEWCOMER, 0, 0, 0, max_output=0, priority=self._place)
+            for victim in who_gives_way(newcomer, intake.space, self._victims(), self._settings):
+                intake.gains(self._held(self._decoders[victim.key]), victim.promised)
+            self.work += len(self._decoders) // _LOOKED_AT_A_SPAN
+        return intake.room
 
     def _is_for_decodes(self) -> bool:
         """Whether decode steps have to pass before anybody is prefilled, whoever waits."""
@@ -229,7 +263,7 @@ class PrefillFirst:
         """Whether a newcomer may find room in the next batch: one that is filled by who waits already has none."""
         if self._shut and self._waiting and self._cut is None:
             return False
-        left = self._settings.max_num_batched_tokens - (self._cut.left if self._cut is not None else 0)
+        left = self.chunk_tokens - (self._cut.left if self._cut is not None else 0)
         for seq in self._waiting:
             if left <= 0:
                 break
@@ -346,9 +380,18 @@ class PrefillFirst:
             self._near_until -= decoder.reserved
             self._unseen = min(self._unseen, self._near)
         if self._free is not None:
-            self._free += -(-(decoder.tokens + self._steps) // self._settings.block_size) - decoder.others_blocks
+            self._free += self._held(decoder)
         self._shut = self._offered = False
         return decoder
+
+    def _held(self, decoder: _Decoder) -> int:
+        return -(-(decoder.tokens + self._steps) // self._settings.block_size) - decoder.others_blocks
+
+    def _victims(self) -> Iterator[Victim]:
+        """Who decodes, as one sees them who wants a slot."""
+        for number, decoder in self._decoders.items():
+            left = min(max(0, decoder.reserved - self._steps), RESERVED_MOST_TOKENS)
+            yield Victim(decoder.seq.priority, decoder.seq.arrived, self._ratio * left, number)
 
     @property
     def _next_end(self) -> int:
@@ -409,10 +452,13 @@ class PrefillFirst:
 
     def _prefill(self) -> bool:
         """Lets a batch pass, or as many as one long prompt fills alone; False if there is none."""
-        settings, waiting, decoding = self._settings, self._waiting, len(self._decoders)
+        settings, decoding = self._settings, len(self._decoders)
+        waiting = self._waiting
         reserved = self._ratio * self._reserved
-        intake = Intake(settings, self._free, reserved, decoding, settings.max_num_seqs - decoding)
+        intake = self._intake()
         batch: list[tuple[Sequence, int]] = []
+        victims: list[_Decoder] = []
+        is_full = False
         steps = 1
         if self._cut is not None and intake.left > 0:
             seq, self._cut = self._cut.copy(), None
@@ -424,17 +470,28 @@ class PrefillFirst:
             batch.append((seq, want))
             self._shut = False
         while waiting:
+            if self._preempts and (is_full := is_full or intake.full):
+                if not (given := self._make_way(waiting[0], intake)):
+                    break
+                victims += given
             want = intake.let_in(waiting[0])
             if not want:
+                if self._preempts:
+                    waiting[0] = waiting[0].copy()
+                    waiting[0].tried = True
                 break
             batch.append((self._next_waiting(), want))
+        for victim in victims:
+            self._rejoin(victim)
+        decoding -= len(victims)
         if not batch:
             return False
         self.work += len(batch) // _ADMITTED_A_SPAN
         # The mark is on the batch that decodes; an empty one is replaced by this one, which has none.
         keeps_mark = decoding > 0
         self._shut = intake.shut and keeps_mark
-        start_s, room, space = self.clock_s, intake.room, intake.space
+        start_s, space = self.clock_s, intake.space
+        room = self._let_newcomer_in(intake) if not waiting else 0
         for seq, want in batch:
             if self._free is not None:
                 new = self._blocks_for(seq, want * steps)
@@ -458,6 +515,25 @@ class PrefillFirst:
         self._retire(self._steps)
         self._decodes_first = settings.prefill_decode_interval
         return True
+
+    def _make_way(self, seq: Sequence, intake: Intake) -> list[_Decoder]:
+        """Those that give up their slots for this one."""
+        self.work += len(self._decoders) // _LOOKED_AT_A_SPAN
+        gone = []
+        for victim in who_gives_way(seq, intake.space, self._victims(), self._settings):
+            intake.gains(self._held(self._decoders[victim.key]), victim.promised)
+            gone.append(self._leave(victim.key))
+        return gone
+
+    def _rejoin(self, decoder: _Decoder) -> None:
+        """It waits again, to compute all anew; behind the newcomer it is of no interest."""
+        seq, waiting = decoder.seq.copy(), self._waiting
+        if seq.priority >= self._place:
+            return
+        seq.generated = max(0, self._generated(decoder) - self._lag)
+        seq.computed = seq.blocks = seq.shared_blocks = 0
+        waiting.insert(bisect_right(waiting, seq.priority, key=_place), seq)
+        self._waiting_blocks += -(-(seq.prompt_tokens + seq.generated) // self._settings.block_size)
 
     def _decodes_beside(self) -> int:
         """How many go on decoding in the batch that is about to pass: all, or none where there is no page for that."""
@@ -538,13 +614,19 @@ class PrefillFirst:
         return decoder.tokens + self._steps - decoder.seq.prompt_tokens + 1
 
     def _retract(self) -> None:
-        """It waits behind everybody from now on, the newcomer included: here it is gone."""
-        self._leave(
+        """By arrival it waits behind everybody from now on, the newcomer included: here it is gone."""
+        decoder = self._leave(
             min(
                 self._decoders,
                 key=lambda one: (self._generated(self._decoders[one]), -self._decoders[one].seq.prompt_tokens),
             )
         )
+        if self._settings.scheduling_policy == "priority":
+            self._rejoin(decoder)
+
+
+def _place(seq: Sequence) -> int:
+    return seq.priority
 
 
 def _copied(value: object) -> object:
@@ -584,7 +666,11 @@ class PrefillFirstTimeline(Timeline):
         joins = opening.end_s > opening.start_s
         steps = 0 if joins else 1  # of its own
         if tokens <= opening.room:
-            return Course(admitted_s, admitted_s, end_s + steps * step_s, tokens, 0, opening.room - tokens)
+            spare = max(0, min(opening.room, most) - tokens)
+            return Course(admitted_s, admitted_s, end_s + steps * step_s, tokens, 0, spare)
+        if not self._run.cuts_prompts:
+            # Whole, in the batch after.
+            return Course(end_s, end_s, end_s + step_s, tokens, 0, max(0, most - tokens))
         tokens -= opening.room
         steps += ceil(tokens / most)
         last = tokens - (ceil(tokens / most) - 1) * most

@@ -84,7 +84,7 @@ class _Prompted(_Record, frozen=True):
     prompt_tokens: _Count | None = None  # with `hashes`, or alone where the prompt was estimated
     max_tokens: _Count | None = None
     bound_s: float | None = None
-    priority: int = 0
+    priority: int | None = None
     cache_salt: str | None = None
     lora_name: str | None = None
 

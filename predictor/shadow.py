@@ -491,7 +491,7 @@ class Shadow:
         begins_s = self.begins_s(now_s)
         self._looked_s = now_s
         if priority is not None and (ahead := self._ahead_of(priority)) is not None:
-            return self._overtaking(ahead, begins_s, budget)
+            return self._overtaking(ahead, priority, begins_s, budget)
         return self._outlook.renewed(begins_s, budget)
 
     def standing_timeline(self, now_s: float, budget: Budget, priority: int | None = None) -> Timeline | Guess:
@@ -501,7 +501,7 @@ class Shadow:
         if priority is not None and (ahead := self._ahead_of(priority)) is not None:
             self._looked_s = now_s
             if len(ahead) <= _GLANCED_AT:
-                return self._overtaking(ahead, begins_s, budget)
+                return self._overtaking(ahead, priority, begins_s, budget)
             tokens = sum(seq.prefill_left for seq in itertools.chain(ahead.running, ahead.waiting))
             return Guess(begins_s, tokens, course.settings, course.cost)
         timeline = self._outlook.standing(begins_s, budget)
@@ -524,18 +524,18 @@ class Shadow:
         return max(0.0, opens_s - now_s)
 
     def _ahead_of(self, priority: int) -> Queue | None:
-        """Who is before a newcomer of this priority, if it overtakes anybody."""
-        queue = self._queue
-        if (
-            self._course.settings.scheduling_policy == "fcfs"
-            or not queue.waiting
-            or queue.waiting[-1].priority <= priority
-        ):
+        """Who is before a newcomer of this priority, if it overtakes anybody, or may take the slot of somebody."""
+        queue, settings = self._queue, self._course.settings
+        if settings.scheduling_policy == "fcfs":
             return None
-        return replace(queue, waiting=deque(itertools.takewhile(lambda seq: seq.priority <= priority, queue.waiting)))
+        waiting = queue.waiting
+        may_preempt = settings.preempts and len(queue) >= settings.max_num_seqs
+        if not may_preempt and (not waiting or waiting[-1].priority <= priority):
+            return None
+        return replace(queue, waiting=deque(itertools.takewhile(lambda seq: seq.priority <= priority, waiting)))
 
-    def _overtaking(self, ahead: Queue, begins_s: float, budget: Budget | None) -> Timeline:
-        sight = self._look(begins_s, ahead)
+    def _overtaking(self, ahead: Queue, place: int, begins_s: float, budget: Budget | None) -> Timeline:
+        sight = self._look(begins_s, ahead, place)
         if budget is not None:
             budget.left -= sight.run.work
         return sight.timeline()
@@ -563,8 +563,8 @@ class Shadow:
         """Whether nothing has happened since the timeline was computed."""
         return self._outlook.fresh
 
-    def _look(self, begins_s: float, ahead: Queue | None = None) -> Sight:
-        """`ahead`: of the queue, only that part."""
+    def _look(self, begins_s: float, ahead: Queue | None = None, place: int | None = None) -> Sight:
+        """`ahead`: of the queue, only that part, for a newcomer who waits by `place`."""
         queue = self._queue if ahead is None else ahead
         sequences = self._sequences.values() if ahead is None else [*ahead.running, *ahead.waiting]
         curve = self._lengths(self._looked_s) if self._lengths is not None else None
@@ -579,6 +579,8 @@ class Shadow:
         run, kind = _RUNS[settings.family]
         if shares := self._course.space.shares(ends):
             run = partial(run, shares=shares)
+        if place is not None and run is PrefillFirst:
+            run = partial(run, place=place)
         first = run(queue, settings, cost, ends)
         count = min((len(seq.draws) for seq in sequences), default=0) - 1
         if curve is None or count < 1:

@@ -12,7 +12,7 @@ from extproc.apis.request import (
     LlmRequest,
     Unreadable,
     openai_error,
-    rank_or_zero,
+    priority_or_none,
     text_or_none,
     whole,
 )
@@ -29,7 +29,7 @@ class _Body(msgspec.Struct):
     echo: Any = False
     prompt_logprobs: Any = None
     cache_salt: Any = None
-    priority: Any = 0
+    priority: Any = None
     max_queue_wait_s: Any = None
 
 
@@ -51,7 +51,7 @@ def read(body: bytes) -> LlmRequest:
         reads_cache=fields.prompt_logprobs is None and fields.echo is not True,
         max_queue_wait_s=fields.max_queue_wait_s,
         body_bytes=len(body),
-        priority=rank_or_zero(fields.priority),
+        priority=priority_or_none(fields.priority),
     )
 
 

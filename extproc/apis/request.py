@@ -49,7 +49,7 @@ class LlmRequest(msgspec.Struct, frozen=True, gc=False):
     max_queue_wait_s: object
     body_bytes: int
     adapter: str | None = None  # the model is this LoRA adapter
-    priority: int = 0  # less comes first, in engines that go by it
+    priority: int | None = None  # for engines that go by it
 
 
 class Api(msgspec.Struct, frozen=True, gc=False):
@@ -70,9 +70,9 @@ def whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def rank_or_zero(value: object) -> int:
+def priority_or_none(value: object) -> int | None:
     """A priority, if that is what it is."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 62 else 0
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 62 else None
 
 
 def text_or_none(value: object) -> str | None:

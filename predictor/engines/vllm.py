@@ -19,6 +19,10 @@ import msgspec
 from predictor.engines import reuse
 from predictor.prompt import BlockHashes
 
+LAST = 1 << 62  # a place in the order behind all others
+# From one arrival's number to the next: SGLang's requests that gave way are numbered between two.
+ARRIVALS_APART = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -41,6 +45,10 @@ class Settings:
     enable_mixed_chunk: bool = False  # SGLang: who decodes goes on beside prompts
     prefill_decode_interval: int = 0  # SGLang: decode steps after each prefill, before the next; 0 = none
     prefill_decode_interval_min_bs: int = 0  # SGLang: where fewer decode, nobody waits for them
+    schedule_low_priority_values_first: bool = False  # SGLang; in vLLM always
+    default_priority_value: int | None = None  # SGLang: of who has none; without it, behind all others
+    priority_scheduling_preemption_threshold: int = 10  # SGLang: who is worse by more than this gives up its slot
+    disable_priority_preemption: bool = False  # SGLang: nobody does
 
     @property
     def usable_blocks(self) -> int | None:
@@ -58,6 +66,21 @@ class Settings:
     def shares_steps(self) -> bool:
         """Whether what a prompt gets of a step depends on how many requests there are, those behind it included."""
         return self.long_prefill_token_threshold > 0 and self.long_prefill_token_threshold_adaptive
+
+    def place(self, priority: int | None) -> int:
+        """What a request with this `priority`, if it has one, waits by under the priority policy: less comes first."""
+        if self.family == "vllm":
+            return priority or 0
+        if priority is None:
+            priority = self.default_priority_value
+        if priority is None:
+            return LAST
+        return priority if self.schedule_low_priority_values_first else -priority
+
+    @property
+    def preempts(self) -> bool:
+        """Whether who waits may take the slot of who decodes."""
+        return self.family == "sglang" and self.scheduling_policy == "priority" and not self.disable_priority_preemption
 
     @property
     def watermark_blocks(self) -> int:
@@ -82,10 +105,11 @@ class Sequence:
     shared_blocks: int = 0  # leading blocks that others hold as well and that count for them
     hashes: BlockHashes | ReadOnly[int] = ()  # of the prompt's full blocks
     draws: tuple[float, ...] = ()  # for its output's length, one for each imagined future
-    priority: int = 0  # where the engine goes by it: less comes first
+    priority: int = 0  # where the engine goes by it: less comes first (`Settings.place`)
     arrived: int = 0  # in order
     booked: bool = True  # by us; else it is only known by its blocks, or by the engine's count
     output_hashes: list[int] = field(default_factory=list)  # of the full blocks after those, as they become known
+    tried: bool = False  # SGLang: its admission was tried, and it was not let in
     credited: int = field(init=False)  # what it was expected to find cached when it came
 
     def __post_init__(self) -> None:
@@ -109,6 +133,7 @@ class Sequence:
         return Sequence(
             self.id, self.prompt_tokens, self.computed, self.expected_output, self.watched, self.generated,
             self.max_output, self.blocks, self.shared_blocks, self.hashes, (), self.priority, self.arrived,
+            tried=self.tried,
         )  # fmt: skip
 
     @property

@@ -219,7 +219,7 @@ class Observer:
                     arrival.prompt_tokens,
                     recording.cached[number],
                     arrival.output_tokens,
-                    arrival.priority or 0,
+                    arrival.priority,
                     self.hasher.prompt_hashes(arrival.tokens(), family, Namespace()),
                 )
                 for number, arrival in enumerate(arrivals)
@@ -253,8 +253,13 @@ class Observer:
                     (recording.work.max_tokens_told or arrivals[what].output_tokens) if self.max_tokens_told else None
                 )
                 bound_s = self.bound_s if what % 2 else None
-                priority = arrivals[what].priority or 0
-                wish = Wish(f"{offset_s}-{what}", now_s, max_tokens=told, max_queue_wait_s=bound_s, priority=priority)
+                wish = Wish(
+                    f"{offset_s}-{what}",
+                    now_s,
+                    max_tokens=told,
+                    max_queue_wait_s=bound_s,
+                    priority=arrivals[what].priority,
+                )
                 if self.bound_s is None:
                     ticket = self.fleet.place_on(_WORKER, prompt, wish, now_s)
                 else:
@@ -310,6 +315,20 @@ def _true_cost(true: Costs) -> StepCost:
     return StepCost(0.0, 0.0, true.step_s, true.per_token_s, true.per_token_squared_s, true.per_decode_s)
 
 
+def _order(work: Workload) -> dict[str, Any]:
+    told = work.settings
+    if work.engine == "vllm":
+        return {"scheduling_policy": told.scheduling_policy}
+    if not told.enable_priority_scheduling:
+        return {}
+    return {
+        "scheduling_policy": "priority",
+        "schedule_low_priority_values_first": told.schedule_low_priority_values_first,
+        "priority_scheduling_preemption_threshold": told.priority_scheduling_preemption_threshold,
+        "disable_priority_preemption": told.disable_priority_preemption,
+    }
+
+
 def observer(
     recording: Recording,
     true_costs: bool = False,
@@ -327,13 +346,15 @@ def observer(
             max_num_seqs=told.max_num_seqs,
             long_prefill_token_threshold=told.long_prefill_token_threshold,
             long_prefill_token_threshold_adaptive=told.long_prefill_token_threshold_adaptive,
-            scheduling_policy=told.scheduling_policy,
+            max_prefill_tokens=told.max_prefill_tokens,
+            enable_chunked_prefill=told.enable_chunked_prefill,
             max_model_len=told.max_model_len,
             async_scheduling=told.async_scheduling,
             family=recording.work.engine,
             schedule_conservativeness=told.schedule_conservativeness,
             enable_mixed_chunk=told.enable_mixed_chunk,
             prefill_decode_interval=told.prefill_decode_interval,
+            **_order(recording.work),
         ),
         max_tokens_told=recording.work.engine == "sglang",
         truth=recording.work.costs if true_costs else None,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from predictor.engines.sglang import first_ratio
 from predictor.engines.step_rule import rule_of
-from predictor.engines.vllm import Queue, Sequence, Settings, Step
+from predictor.engines.vllm import ARRIVALS_APART, Queue, Sequence, Settings, Step, enqueue
 from tests.engine.workloads import Workload
 
 
@@ -36,6 +37,7 @@ class Replay:
         self._composed = 0
         self._queue = Queue(free_blocks=settings.usable_blocks, reserve_ratio=first_ratio(settings))
         self._coming = deque(enumerate(work.arrivals))
+        self._numbers = itertools.count(ARRIVALS_APART, ARRIVALS_APART)
         self._emitted: dict[int, int] = {}
         self._clock_s = 0.0
 
@@ -73,9 +75,9 @@ class Replay:
             number, arrival = self._coming.popleft()
             told = self._work.max_tokens_told
             most = arrival.output_tokens if told is None else told
-            self._queue.waiting.append(
-                Sequence(str(number), arrival.prompt_tokens, 0, arrival.output_tokens, max_output=most)
-            )
+            seq = Sequence(str(number), arrival.prompt_tokens, 0, arrival.output_tokens, max_output=most)
+            seq.priority, seq.arrived = self._settings.place(arrival.priority), next(self._numbers)
+            enqueue(self._queue, self._settings, seq)
             self._emitted[number] = 0
 
     def _lookup(self, seq: Sequence) -> tuple[int, int]:

@@ -4,6 +4,7 @@ Reduced workloads; `python -m tests.engine.forecast_truth` runs whole ones, and 
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,18 @@ def test_who_comes_past_the_filter_is_followed_by_what_the_engine_stores(
     assert ours.median_ratio <= median
 
 
+def test_who_overtakes_by_priority_on_sglang_is_foreseen(recordings: Path) -> None:
+    recording = record("sglang trace 1.3, by priority", recordings, 400)
+    watcher = observer(recording)
+    _, ours = told(recording.work.name, watcher, watcher.play(recording))
+    unaware = observer(recording)
+    unaware = replace(unaware, settings=replace(unaware.settings, scheduling_policy="fcfs"))
+    _, in_order = told("the same as if first come first served", unaware, unaware.play(recording))
+    assert ours.within_1s >= 0.45
+    assert ours.within_1s > 3 * in_order.within_1s
+    assert ours.median_ratio < in_order.median_ratio / 2
+
+
 def test_before_anybody_has_ended_outputs_are_taken_to_be_longer_than_what_nobody_has_ended_at(
     recordings: Path,
 ) -> None:
@@ -131,6 +144,7 @@ def test_nobody_is_let_in_by_sglang_whom_the_shadow_has_wait(name: str, count: i
         ("decodes, budget 512", 300),
         ("decodes, 128 slots, async", 240),
         ("trace 0.8, async", 300),
+        ("sglang trace 1.0, whole prompts", 300),
     ],
 )
 def test_a_shadow_that_knew_the_future_would_be_exact(name: str, count: int, recordings: Path) -> None:

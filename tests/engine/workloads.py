@@ -94,7 +94,12 @@ class EngineSettings:
     enable_mixed_chunk: bool = False
     prefill_decode_interval: int = 0
     enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
+    priority_scheduling_preemption_threshold: int = 10
+    disable_priority_preemption: bool = False
     schedule_policy: str = "fcfs"
+    max_prefill_tokens: int = 16_384
+    enable_chunked_prefill: bool = True  # else its chunked_prefill_size is -1
 
 
 @dataclass(frozen=True)
@@ -261,7 +266,13 @@ def conversations(count: int = 900, per_s: float = 8.0, seed: int = 6) -> Callab
 
 
 def bursts(
-    page: int = 1, overlap: bool = True, count: int = 400, seed: int = 8, tokens: int = 1280, **rules: Any
+    page: int = 1,
+    overlap: bool = True,
+    count: int = 400,
+    seed: int = 8,
+    tokens: int = 1280,
+    slots: int = 8,
+    **rules: Any,
 ) -> Callable[[], Workload]:
     """A few small prompts at a time for a small engine, then nothing for long: everything that can be scarce is."""
 
@@ -276,7 +287,8 @@ def bursts(
                 at_s, fresh = begin_s + float(rng.uniform(0, 1)) * span_s, 8_000_000 + len(arrivals)
                 prompt = int(rng.integers(1, longest)) if rng.random() < 0.8 else int(rng.integers(300, 700))
                 priority = int(rng.choice([0, 5, 20])) if rng.random() < 0.9 else None
-                arrivals.append(Arrival(at_s, ((fresh, prompt),), int(rng.integers(1, most)), priority=priority))
+                output = min(int(rng.integers(1, most)), 990 - prompt)  # the engine ends at the context's end
+                arrivals.append(Arrival(at_s, ((fresh, prompt),), output, priority=priority))
             begin_s += 1000.0
         arrivals.sort(key=lambda arrival: arrival.at_s)
         if not rules.get("enable_priority_scheduling"):
@@ -285,7 +297,7 @@ def bursts(
             num_gpu_blocks=tokens // page + 1,
             block_size=page,
             max_num_batched_tokens=96,
-            max_num_seqs=8,
+            max_num_seqs=slots,
             max_model_len=1000,
             async_scheduling=overlap,
             **rules,
@@ -332,14 +344,14 @@ def overlapped(build: Callable[[], Workload]) -> Callable[[], Workload]:
     return built
 
 
-def by_priority(build: Callable[[], Workload], seed: int = 9) -> Callable[[], Workload]:
-    """A third of the requests may overtake, and a third is overtaken."""
+def by_priority(build: Callable[[], Workload], seed: int = 9, apart: int = 1) -> Callable[[], Workload]:
+    """A third of the requests may overtake, and a third is overtaken. Priorities are so far `apart`."""
 
     def built() -> Workload:
         work = build()
         priorities = np.random.default_rng(seed).integers(-1, 2, len(work.arrivals)).tolist()
         arrivals = tuple(
-            replace(one, priority=priority) for one, priority in zip(work.arrivals, priorities, strict=True)
+            replace(one, priority=apart * priority) for one, priority in zip(work.arrivals, priorities, strict=True)
         )
         return replace(work, settings=replace(work.settings, scheduling_policy="priority"), arrivals=arrivals)
 
@@ -389,6 +401,17 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "sglang decodes, mixed": on_sglang(decodes(8192, 256, True), enable_mixed_chunk=True),
     "sglang trace 1.0, mixed": on_sglang(traced(0.5, 1.0, 400_000, output_scale=0.5), enable_mixed_chunk=True),
     "sglang trace 1.0, interval": on_sglang(traced(0.5, 1.0, 400_000, output_scale=0.5), prefill_decode_interval=4),
+    "sglang trace 1.3, by priority": on_sglang(
+        by_priority(traced(0.5, 1.3, 400_000, output_scale=0.5), apart=20), enable_priority_scheduling=True
+    ),
+    "sglang decodes, by priority, 128 slots": on_sglang(
+        by_priority(decodes(8192, 128, True), apart=20), enable_priority_scheduling=True
+    ),
+    "sglang trace 1.0, whole prompts": on_sglang(
+        traced(0.5, 1.0, 400_000, output_scale=0.5),
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=400_000,
+    ),
     "sglang bursts": bursts(),
     "sglang bursts, no overlap": bursts(overlap=False),
     "sglang bursts, pages": bursts(page=16),
@@ -403,6 +426,30 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "sglang bursts, interval, no overlap": bursts(tokens=10_000, overlap=False, prefill_decode_interval=3),
     "sglang bursts, mixed, interval, pages": bursts(
         page=16, tokens=10_000, enable_mixed_chunk=True, prefill_decode_interval=2
+    ),
+    "sglang bursts, by priority": bursts(enable_priority_scheduling=True),
+    "sglang bursts, by priority, no overlap": bursts(
+        overlap=False, tokens=2560, slots=4, enable_priority_scheduling=True
+    ),
+    "sglang bursts, by priority, mixed, pages": bursts(
+        page=16, seed=9, enable_priority_scheduling=True, enable_mixed_chunk=True
+    ),
+    "sglang bursts, by priority, space for all": bursts(
+        tokens=10_000, seed=11, slots=3, enable_priority_scheduling=True
+    ),
+    "sglang bursts, low priorities first": bursts(
+        seed=10,
+        slots=4,
+        enable_priority_scheduling=True,
+        schedule_low_priority_values_first=True,
+        priority_scheduling_preemption_threshold=3,
+    ),
+    "sglang bursts, by priority, nobody preempted": bursts(
+        enable_priority_scheduling=True, disable_priority_preemption=True
+    ),
+    "sglang bursts, whole prompts": bursts(enable_chunked_prefill=False, max_prefill_tokens=200),
+    "sglang bursts, whole prompts, pages, no overlap": bursts(
+        page=16, overlap=False, enable_chunked_prefill=False, max_prefill_tokens=150
     ),
 }
 NAMES = tuple(_WORKLOADS)

@@ -203,8 +203,9 @@ def test_an_error_has_the_shape_that_openai_clients_unpack() -> None:
 
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize(
-    ("value", "priority"), [(0, 0), (7, 7), (-3, -3), (True, 0), ("1", 0), (1.5, 0), (None, 0), (1 << 63, 0)]
+    ("value", "priority"),
+    [(0, 0), (7, 7), (-3, -3), (True, None), ("1", None), (1.5, None), (None, None), (1 << 63, None)],
 )
-def test_a_priority_is_a_whole_number_or_nothing(read: Read, value: object, priority: int) -> None:
+def test_a_priority_is_a_whole_number_or_nothing(read: Read, value: object, priority: int | None) -> None:
     assert read(encoded(priority=value)).priority == priority
-    assert read(encoded()).priority == 0
+    assert read(encoded()).priority is None

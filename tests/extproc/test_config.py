@@ -631,7 +631,16 @@ def _told(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "setting", ["enable_mixed_chunk: true", "prefill_decode_interval: 2", "schedule_conservativeness: 0.3"]
+    "setting",
+    [
+        "enable_mixed_chunk: true",
+        "prefill_decode_interval: 2",
+        "schedule_conservativeness: 0.3",
+        "max_prefill_tokens: 9000",
+        "schedule_low_priority_values_first: true",
+        "priority_scheduling_preemption_threshold: 3",
+        "disable_priority_preemption: true",
+    ],
 )
 def test_what_only_sglang_has_is_a_fault_in_a_worker_of_another_rule(setting: str) -> None:
     worker = "{name: w, endpoint: 'h:1', cache: {rule: %s}, settings: {%s}}"

@@ -11,7 +11,7 @@ from tests.extproc.test_ranks import running
 
 
 async def test_settings_that_are_not_followed_are_logged_when_they_change(capfd: pytest.CaptureFixture[str]) -> None:
-    info = {"max_total_num_tokens": 64000, "dp_size": 1, "schedule_policy": "lpm", "enable_priority_scheduling": True}
+    info = {"max_total_num_tokens": 64000, "dp_size": 1, "schedule_policy": "lof", "enable_priority_scheduling": True}
     async with Pages(server_info=info, v1__loads={"loads": []}) as engine, running(engine.endpoint):
         deadline_s, said = time.monotonic() + 20, ""
         while "engine_settings_not_followed" not in said:
@@ -20,5 +20,5 @@ async def test_settings_that_are_not_followed_are_logged_when_they_change(capfd:
             said += capfd.readouterr().err
     told = [json.loads(line) for line in said.splitlines() if "engine_settings_not_followed" in line]
     assert [(line["worker"], line["settings"]) for line in told] == [
-        ("a", ["schedule_policy=lpm", "enable_priority_scheduling"])
+        ("a", ["schedule_policy=lof", "enable_priority_scheduling"])
     ]

@@ -415,7 +415,7 @@ def test_sglang_says_what_it_is() -> None:
         "family": "sglang", "async_scheduling": True, "max_prefill_tokens": 20_000,
         "block_size": 64, "num_gpu_blocks": 1000, "max_num_batched_tokens": 4096, "max_num_seqs": 96,
         "enable_mixed_chunk": True, "prefill_decode_interval": 3, "prefill_decode_interval_min_bs": 8,
-        "schedule_conservativeness": 0.3,
+        "schedule_conservativeness": 0.3, "enable_chunked_prefill": True, "scheduling_policy": "fcfs",
     }  # fmt: skip
     assert about.events[1] == Events("tcp://10.0.0.1:5558", "tcp://10.0.0.1:5601")
     assert about.loads == {}
@@ -427,15 +427,44 @@ def test_sglang_says_what_it_is() -> None:
     assert about is not None
     assert not {"enable_mixed_chunk", "prefill_decode_interval", "schedule_conservativeness"} & about.settings.keys()
     assert about.not_followed == ()
-    others = {"schedule_policy": "lpm", "chunked_prefill_size": -1, "enable_priority_scheduling": True}
+    others = {"schedule_policy": "lof", "enable_priority_scheduling": True, "retraction_policy": "priority"}
     about = read_sglang_info(page({**SGLANG, **others, "enable_dp_attention": False}), "h")
     assert about is not None
-    assert about.not_followed == ("schedule_policy=lpm", "chunked_prefill_size=-1", "enable_priority_scheduling")
+    assert about.not_followed == ("schedule_policy=lof", "enable_priority_scheduling", "retraction_policy=priority")
     pushing = {**SGLANG, "kv_events": {**SGLANG_EVENTS, "load_endpoint_port_base": 5700, "load_topic": "load"}}
     about = read_sglang_info(page(pushing), "10.0.0.1")
     assert about is not None
     assert about.loads == {0: "tcp://10.0.0.1:5700", 1: "tcp://10.0.0.1:5701"}
     assert {rank: state.in_progress for rank, state in read_sglang_loads(page(loads(0, 7))).items()} == {0: 1, 1: 8}
+
+
+def settings_told(**others: object) -> dict[str, object]:
+    about = read_sglang_info(page({**SGLANG, **others}), "h")
+    assert about is not None
+    assert about.not_followed == ()
+    return dict(about.settings)
+
+
+def test_sglang_says_whom_it_lets_in_first() -> None:
+    assert settings_told(schedule_policy="fcfs")["scheduling_policy"] == "fcfs"
+    by_priority = Settings(**settings_told(schedule_policy="fcfs", enable_priority_scheduling=True))  # type: ignore[arg-type]
+    assert by_priority.preempts
+    assert [by_priority.place(priority) for priority in (7, -7)] == [-7, 7]
+    assert by_priority.place(None) > 1 << 60
+    told = settings_told(
+        schedule_policy="fcfs", enable_priority_scheduling=True, schedule_low_priority_values_first=True,
+        default_priority_value=3, priority_scheduling_preemption_threshold=2, disable_priority_preemption=True,
+    )  # fmt: skip
+    low_first = Settings(**told)  # type: ignore[arg-type]
+    assert not low_first.preempts
+    assert low_first.priority_scheduling_preemption_threshold == 2
+    assert [low_first.place(priority) for priority in (7, -7, None)] == [7, -7, 3]
+
+
+def test_sglang_that_cuts_no_prompt_says_what_a_batch_holds() -> None:
+    told = settings_told(chunked_prefill_size=-1)
+    assert told["enable_chunked_prefill"] is False
+    assert (told["max_num_batched_tokens"], told["max_prefill_tokens"]) == (64_000, 20_000)
 
 
 _ODD = st.recursive(

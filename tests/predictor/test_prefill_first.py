@@ -1,6 +1,7 @@
 """What an SGLang worker's queue means for a newcomer equals a replay, step by step, with the newcomer inside."""
 
 import sys
+from collections import deque
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from predictor.engines.sglang import LAST_RATIO, first_ratio, schedule
 from predictor.engines.step_rule import reserved_beside_prompt
-from predictor.engines.vllm import Queue, Sequence, Settings
+from predictor.engines.vllm import ARRIVALS_APART, Queue, Sequence, Settings, enqueue
 from predictor.prefill_cost import StepCost
 from predictor.prefill_first import PrefillFirst, PrefillFirstTimeline
 from predictor.run_forward import Budget
@@ -28,6 +29,7 @@ RULES: list[dict[str, Any]] = [
     {"prefill_decode_interval": 1},
     {"prefill_decode_interval": 4, "prefill_decode_interval_min_bs": 3},
     {"enable_mixed_chunk": True, "prefill_decode_interval": 2},
+    {"enable_chunked_prefill": False, "max_num_batched_tokens": 100_000, "max_prefill_tokens": 100},
 ]
 
 
@@ -82,13 +84,13 @@ def replayed_s(shape: Shape, tokens: int, max_tokens: int | None) -> float | Non
 def shapes(draw: st.DrawFn, space: bool) -> Shape:
     """A queue in the midst of its life; with `space` limited, of pages and of slots."""
     page = draw(st.sampled_from([1, 4, 16]))
+    chunk = draw(st.integers(16 // page, 64 // page)) * page  # SGLang insists on whole pages
     settings = Settings(
         family="sglang",
         block_size=page,
         num_gpu_blocks=draw(st.integers(300, 1200)) // page if space else None,
-        max_num_batched_tokens=draw(st.integers(16 // page, 64 // page)) * page,  # SGLang insists on whole pages
         max_num_seqs=draw(st.integers(1, 8)) if space else 1000,
-        **draw(st.sampled_from(RULES)),
+        **{"max_num_batched_tokens": chunk, **draw(st.sampled_from(RULES))},
     )
     squared = draw(st.sampled_from([0.0, 1e-6]))
     cost = StepCost(0.0, 0.0, draw(st.sampled_from([0.001, 0.01])), 0.001, squared, draw(st.sampled_from([0.0, 0.002])))
@@ -127,6 +129,55 @@ def test_where_space_is_short_it_is_exact_as_well(shape: Shape, tokens: int, max
     assert soon_s - 1e-6 <= expected_s <= priced_s + 1e-6
     if soon_s == priced_s or page == 1:
         assert priced_s == pytest.approx(expected_s, abs=1e-6)
+
+
+@st.composite
+def ranked(draw: st.DrawFn) -> tuple[Shape, int]:
+    """A queue by priority with few slots and space for all, and what a newcomer would wait by."""
+    settings = Settings(
+        family="sglang",
+        block_size=4,
+        max_num_batched_tokens=32,
+        max_num_seqs=draw(st.integers(1, 4)),
+        scheduling_policy="priority",
+        disable_priority_preemption=draw(st.booleans()),
+    )
+    queue, ends_at = Queue(), {}
+    for number in range(draw(st.integers(0, 9))):
+        tokens, output, name = draw(st.integers(1, 100)), draw(st.integers(1, 40)), f"p{number}"
+        place = draw(st.sampled_from([-20, 0, 5, 20]))
+        enqueue(queue, settings, Sequence(name, tokens, 0, output, max_output=output, priority=place, arrived=number))
+        ends_at[name] = output
+        for _ in range(draw(st.integers(0, 4))):
+            schedule(queue, settings)
+            leave(queue, ends_at)
+    return Shape(queue, settings, StepCost(0.0, 0.0, 0.01, 0.001, 0.0, 0.002), ends_at), draw(
+        st.sampled_from([-25, 0, 9])
+    )
+
+
+@given(ranked(), st.integers(1, 100))
+@hypothesis_settings(max_examples=300, deadline=None)
+def test_who_overtakes_and_takes_slots_by_priority_is_priced_exactly(ranked: tuple[Shape, int], tokens: int) -> None:
+    shape, place = ranked
+    queue, settings = shape.queue, shape.settings
+
+    def drop_behind() -> None:
+        """What those behind the newcomer share its last batch with is another question."""
+        queue.waiting = deque(seq for seq in queue.waiting if seq is newcomer or seq.priority <= place)
+
+    newcomer = Sequence("newcomer", tokens, 0, 10**9, max_output=0, priority=place, arrived=ARRIVALS_APART)
+    drop_behind()
+    run = PrefillFirst(queue.copy(), settings, shape.cost, dict(shape.ends_at), place)
+    timeline = PrefillFirstTimeline(0.0, run)  # type: ignore[arg-type]
+    enqueue(queue, settings, newcomer)
+    clock_s = 0.0
+    while not newcomer.generated:
+        leave(queue, shape.ends_at | {"newcomer": 10**9})
+        step = schedule(queue, settings)
+        clock_s += shape.cost.step_s(step.new_tokens, step.squares, len(step.decodes))
+        drop_behind()
+    assert timeline.finish_s(tokens) + shape.cost.tokens_s(0, tokens) == pytest.approx(clock_s, abs=1e-6)
 
 
 @given(shape=shapes(space=True), later=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 60)), max_size=4))
@@ -228,7 +279,9 @@ def test_a_prompt_that_is_let_in_costs_about_as_much_to_list_as_its_work_says() 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_prompt_that_the_whole_cache_cannot_hold_is_priced_and_not_waited_for(rule: dict[str, Any]) -> None:
     running = [Sequence("r", 5, 5, 40, generated=1, max_output=40, blocks=5)]
-    settings = Settings(family="sglang", block_size=1, num_gpu_blocks=20, max_num_batched_tokens=16, **rule)
+    settings = Settings(
+        **{"max_num_batched_tokens": 16, "family": "sglang", "block_size": 1, "num_gpu_blocks": 20, **rule}
+    )
     shape = Shape(Queue(list(running), free_blocks=15), settings, MEASURED, {"r": 40})
     budget = Budget(500)
     assert 0.0 < shape.timeline().finish_s(500, 500, budget) < 60.0

@@ -1,6 +1,7 @@
 """A step of SGLang as the replay composes it, and the same step as the simulated engine's scheduler composes it."""
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from enginesim.settings import SglangSettings
 from enginesim.sglang_scheduler import SglangScheduler
 from predictor.engines.sglang import FIRST_RATIO, LAST_RATIO, first_ratio, ratio_after, schedule
 from predictor.engines.step_rule import reserved_beside_prompt
-from predictor.engines.vllm import Queue, Sequence, Settings, Step, undo
+from predictor.engines.vllm import ARRIVALS_APART, Queue, Sequence, Settings, Step, enqueue, undo
 
 PLAIN = Settings(family="sglang", block_size=1, max_num_batched_tokens=1000)
 
@@ -61,6 +62,79 @@ def test_a_step_that_is_taken_back_and_composed_again_is_the_same() -> None:
     assert shares(first) == [("cut", 400), ("behind", 50)]
     undo(queue, first)
     assert shares(schedule(queue, PLAIN)) == shares(first)
+
+
+def ranked(name: str, place: int, arrived: int, tokens: int = 100) -> Sequence:
+    seq = prompt(name, tokens)
+    seq.priority, seq.arrived = place, arrived
+    return seq
+
+
+BY_PRIORITY = Settings(
+    family="sglang", block_size=1, max_num_batched_tokens=1000, max_num_seqs=2, scheduling_policy="priority"
+)
+
+
+def waiting(settings: Settings, *sequences: Sequence) -> Queue:
+    queue = Queue()
+    for seq in sequences:
+        enqueue(queue, settings, seq)
+    return queue
+
+
+def test_by_priority_higher_values_come_first_or_lower_ones_and_who_has_none_last() -> None:
+    def order(settings: Settings) -> list[str]:
+        values = {"three": 3, "none": None, "nine": 9, "minus": -1}
+        ranks = [ranked(name, settings.place(value), at) for at, (name, value) in enumerate(values.items())]
+        return [name for name, _ in shares(schedule(waiting(settings, *ranks), settings))]
+
+    roomy = replace(BY_PRIORITY, max_num_seqs=9)
+    assert order(roomy) == ["nine", "three", "minus", "none"]
+    assert order(replace(roomy, schedule_low_priority_values_first=True)) == ["minus", "three", "nine", "none"]
+    assert order(replace(roomy, default_priority_value=4)) == ["nine", "none", "three", "minus"]
+
+
+def test_by_priority_who_is_worse_by_more_than_the_threshold_gives_up_its_slot_the_last_comer_first() -> None:
+    queue = waiting(BY_PRIORITY, ranked("first", 20, 1), ranked("second", 20, 2))
+    schedule(queue, BY_PRIORITY)
+    enqueue(queue, BY_PRIORITY, ranked("near", 10, 3))
+    assert not schedule(queue, BY_PRIORITY).preempted
+    enqueue(queue, BY_PRIORITY, ranked("far", 9, 4))
+    step = schedule(queue, BY_PRIORITY)
+    assert (shares(step), [seq.id for seq in step.preempted]) == ([("far", 100)], ["second"])
+    assert [seq.id for seq in queue.waiting] == ["near", "second"]
+    assert [(seq.computed, seq.generated) for seq in queue.waiting] == [(0, 0), (0, 2)]  # it has to compute all anew
+
+
+def test_by_priority_nobody_gives_up_its_slot_where_that_is_switched_off() -> None:
+    settings = replace(BY_PRIORITY, disable_priority_preemption=True)
+    queue = waiting(settings, ranked("first", 20, 1), ranked("second", 20, 2))
+    schedule(queue, settings)
+    enqueue(queue, settings, ranked("far", -100, 3))
+    step = schedule(queue, settings)
+    assert (step.chunks, step.preempted, [seq.id for seq in step.decodes]) == ((), (), ["first", "second"])
+
+
+def test_who_gave_way_comes_back_after_its_equals_that_came_before_and_before_those_that_come_later() -> None:
+    queue = waiting(BY_PRIORITY, ranked("runs", 0, ARRIVALS_APART), ranked("goes", 20, 2 * ARRIVALS_APART))
+    schedule(queue, BY_PRIORITY)
+    enqueue(queue, BY_PRIORITY, ranked("equal", 20, 3 * ARRIVALS_APART))
+    enqueue(queue, BY_PRIORITY, ranked("better", 0, 4 * ARRIVALS_APART))
+    assert [seq.id for seq in schedule(queue, BY_PRIORITY).preempted] == ["goes"]
+    enqueue(queue, BY_PRIORITY, ranked("later", 20, 5 * ARRIVALS_APART))
+    assert [seq.id for seq in queue.waiting] == ["equal", "goes", "later"]
+
+
+def test_where_no_prompt_is_cut_a_batch_is_full_of_whole_ones_and_a_longer_one_goes_alone() -> None:
+    whole = replace(PLAIN, enable_chunked_prefill=False, max_prefill_tokens=1000)
+    queue = Queue([], deque([prompt("a", 600), prompt("giant", 5000), prompt("b", 399), prompt("c", 600)]))
+    assert [shares(schedule(queue, whole)) for _ in range(3)] == [
+        [("a", 600)],
+        [("giant", 5000)],
+        [("b", 399), ("c", 600)],
+    ]
+    exact = Queue([], deque([prompt("a", 600), prompt("b", 400)]))
+    assert shares(schedule(exact, whole)) == [("a", 600)]  # what would fill it does not fit
 
 
 def test_with_mixed_chunks_who_decodes_goes_on_beside_prompts_and_takes_a_token_of_the_batch_each() -> None:

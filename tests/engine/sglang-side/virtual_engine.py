@@ -49,7 +49,6 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 workloads: Any = importlib.import_module("workloads")
 
-MAX_PREFILL_TOKENS = 16_384  # SGLang's default
 END_TOKEN = workloads.VOCABULARY  # no prompt has it
 MODEL = qwen3.MODEL | {"eos_token_id": END_TOKEN}
 
@@ -314,8 +313,8 @@ def scheduler(work: Any, folder: Path) -> VirtualScheduler:
         context_length=settings.max_model_len,
         page_size=settings.block_size,
         max_total_tokens=(settings.num_gpu_blocks - 1) * settings.block_size,
-        chunked_prefill_size=settings.max_num_batched_tokens,
-        max_prefill_tokens=MAX_PREFILL_TOKENS,
+        chunked_prefill_size=settings.max_num_batched_tokens if settings.enable_chunked_prefill else -1,
+        max_prefill_tokens=settings.max_prefill_tokens,
         max_running_requests=settings.max_num_seqs,
         disable_overlap_schedule=not settings.async_scheduling,
         schedule_policy=settings.schedule_policy,
@@ -323,6 +322,9 @@ def scheduler(work: Any, folder: Path) -> VirtualScheduler:
         enable_mixed_chunk=settings.enable_mixed_chunk,
         prefill_decode_interval=settings.prefill_decode_interval or None,
         enable_priority_scheduling=settings.enable_priority_scheduling,
+        schedule_low_priority_values_first=settings.schedule_low_priority_values_first,
+        priority_scheduling_preemption_threshold=settings.priority_scheduling_preemption_threshold,
+        disable_priority_preemption=settings.disable_priority_preemption,
         # Outputs in between are of no interest; the first and the last always leave.
         stream_interval=1 << 30,
         kv_events_config=json.dumps({"publisher": "recorder"}),
