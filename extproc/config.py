@@ -179,6 +179,7 @@ class EngineSettings(_Section, frozen=True):
     max_num_seqs: _Positive | None = None
     long_prefill_token_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
     long_prefill_token_threshold_adaptive: bool = False
+    draft_slots: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     enable_chunked_prefill: bool = True
     max_model_len: _Positive | None = None

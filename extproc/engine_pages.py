@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from predictor.drafts import DraftCounts
 from predictor.engines.vllm import LAST
 from predictor.prompt import MAX_BLOCK_SIZE
 
@@ -20,10 +21,12 @@ from predictor.prompt import MAX_BLOCK_SIZE
 _MOST_REQUESTS, _MOST_TOKENS, _MOST_RANKS = 1_000_000, 1_000_000_000, 1024
 _MOST_CONSERVATIVE = 1000.0
 _MOST_EVER = 1 << 60  # of a counter
+_MOST_DRAFTED = 256
 _PREFILLED_AT = 9  # total_prefill_uncached_tokens, in a LoadStat
 _LINE = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|prompt_tokens_total|generation_tokens_total|cache_config_info"
-    rb"|engine_sleep_state)(?:\{([^\n]*)\})? (\S+)",
+    rb"|engine_sleep_state|spec_decode_num_draft_tokens_total|spec_decode_num_accepted_tokens_total)"
+    rb"(?:\{([^\n]*)\})? (\S+)",
     re.MULTILINE,
 )
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -31,6 +34,7 @@ _PORT = re.compile(r":(\d{1,5})$")
 _RELEASE = re.compile(r"v?(\d{1,6})\.(\d{1,6})")
 # vLLM's `async_scheduling` is on from here on where nothing is against it, and off before.
 _ASYNC_BY_DEFAULT = (0, 14)
+_DRAFT_SLOTS_SINCE = (0, 28)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class RankState:
     block_size: int | None = None
     num_gpu_blocks: int | None = None
     tokens_done: float | None = None  # a counter: it falls back when the engine is another
+    drafts: DraftCounts | None = None  # of speculative decoding
     awake: bool = True
 
 
@@ -95,10 +100,20 @@ def read_vllm_metrics(text: bytes) -> dict[int, RankState]:
             block_size=_count(configs.get(rank, {}).get(b"block_size"), MAX_BLOCK_SIZE),
             num_gpu_blocks=_count(configs.get(rank, {}).get(b"num_gpu_blocks"), _MOST_TOKENS),
             tokens_done=_total(values.get(rank, {}), "prompt_tokens_total", "generation_tokens_total"),
+            drafts=_drafts(values.get(rank, {})),
             awake=rank not in asleep,
         )
         for rank in sorted({*values, *configs})
     }
+
+
+def _drafts(values: Mapping[str, float | None]) -> DraftCounts | None:
+    generated = values.get("generation_tokens_total")
+    drafted = values.get("spec_decode_num_draft_tokens_total")
+    accepted = values.get("spec_decode_num_accepted_tokens_total")
+    if generated is None or drafted is None or accepted is None or not accepted <= min(drafted, generated):
+        return None
+    return DraftCounts(generated, drafted, accepted)
 
 
 def merged(states: Iterable[RankState]) -> RankState:
@@ -109,7 +124,20 @@ def merged(states: Iterable[RankState]) -> RankState:
     loads = [state.in_progress for state in every if state.in_progress is not None]
     # A part of the sum would look like less load than there is.
     in_progress = sum(loads) if len(loads) == len(every) else None
-    return replace(every[0], in_progress=in_progress, tokens_done=None, awake=all(state.awake for state in every))
+    drafts = [state.drafts for state in every if state.drafts is not None]
+    return replace(
+        every[0],
+        in_progress=in_progress,
+        tokens_done=None,
+        drafts=_added(drafts) if len(drafts) == len(every) else None,
+        awake=all(state.awake for state in every),
+    )
+
+
+def _added(counts: list[DraftCounts]) -> DraftCounts:
+    return DraftCounts(
+        sum(one.generated for one in counts), sum(one.drafted for one in counts), sum(one.accepted for one in counts)
+    )
 
 
 def read_sglang_loads(text: bytes) -> dict[int, RankState]:
@@ -277,6 +305,7 @@ def read_vllm_about(
         "scheduling_policy": _policy(scheduler.get("policy")),
         "async_scheduling": _bool(scheduler.get("async_scheduling")),
         "enable_chunked_prefill": _bool(scheduler.get("enable_chunked_prefill")),
+        "draft_slots": _draft_slots(_mapping(config.get("speculative_config")), version),
         "block_size": _int(cache.get("block_size"), MAX_BLOCK_SIZE),
         "num_gpu_blocks": _int(cache.get("num_gpu_blocks"), _MOST_TOKENS),
         "max_model_len": min(lengths) if lengths else None,
@@ -296,6 +325,19 @@ def read_vllm_about(
         models=tuple(sorted(name for card in known if (name := _text(card.get("id"))))),
         events=events,
     )
+
+
+def _draft_slots(config: Mapping[str, object], version: bytes | None) -> int | None:
+    """vLLM's `max_num_new_slots_for_drafting` (config/speculative.py, 0.32.0), which it charges since 0.28."""
+    drafted = _int(config.get("num_speculative_tokens"), _MOST_DRAFTED)
+    if drafted is None or _is_before(_text(_object(version).get("version")), _DRAFT_SLOTS_SINCE):
+        return None
+    method, parallel = _text(config.get("method")), config.get("parallel_drafting") is True
+    if method == "dflash" or (method == "draft_model" and parallel):
+        return drafted
+    if parallel or method == "dspark":
+        return drafted - 1
+    return 1 if method == "draft_model" else 0
 
 
 def _is_before(version: str | None, other: tuple[int, int]) -> bool:

@@ -200,6 +200,8 @@ class Probe:
             self._settings[worker] = reported
             if self._fleet.configure(worker, reported):
                 self._watchers.settings(worker, reported)
+        if state.drafts is not None:
+            self._fleet.observe_drafts(worker, state.drafts)
         if state.in_progress is not None:
             self._watchers.ended(self._fleet.observe_load(worker, state.in_progress, asked_at_s, self._clock()))
 

@@ -191,14 +191,14 @@ class Course:
         to_come: dict[int, int] = {}
         starts: dict[int, int] = {}
         for item in self.under_way:
-            for seq in item.step.decodes:
-                to_come[id(seq)] = to_come.get(id(seq), 0) + 1
+            for seq, gained in item.step.gained():
+                to_come[id(seq)] = to_come.get(id(seq), 0) + gained
             for seq, start, end in item.step.chunks:
                 starts[id(seq)] = min(start, starts.get(id(seq), start))
                 if completes(seq, end):
                     to_come[id(seq)] = to_come.get(id(seq), 0) + 1
         prefilling = tokens = 0
-        most = len(self.under_way)
+        most = len(self.under_way) * self.queue.drafting.width
         for seq in self.sequences.values():
             if seq.generated > most:
                 continue
@@ -215,10 +215,10 @@ class Course:
         count = seq.generated
         if count:
             for item in self.under_way:
-                step = item.step
-                if any(seq is other for other in step.decodes) or any(
-                    seq is other and completes(seq, end) for other, _, end in step.chunks
-                ):
+                gained = item.step.gain_of(seq)
+                if gained:
+                    count -= gained
+                elif any(seq is other and completes(seq, end) for other, _, end in item.step.chunks):
                     count -= 1
         return count
 
@@ -233,9 +233,9 @@ class Course:
         computed = seq.computed
         if not self.under_way:
             return computed
-        decoding = sum(any(seq is other for other in item.step.decodes) for item in self.under_way)
-        if decoding:
-            return computed - decoding
+        gained = sum(item.step.gain_of(seq) for item in self.under_way)
+        if gained:
+            return computed - gained
         if self.composes_s is None:
             for other, start, _ in self.under_way[-1].step.chunks:
                 if other is seq:
@@ -363,7 +363,8 @@ class Course:
     def _lasts(self, step: Step) -> bool:
         """Whether this step is decodes only and will be the same again until somebody comes or goes."""
         queue, settings = self.queue, self.settings
-        full = len(queue.running) >= settings.max_num_seqs or len(step.decodes) >= settings.max_num_batched_tokens
+        taken = len(step.decodes) * (queue.drafting.width + settings.draft_slots)
+        full = len(queue.running) >= settings.max_num_seqs or taken >= settings.max_num_batched_tokens
         full = full and not may_preempt(queue, settings)
         kept_out = queue.shut if self.takes_turns else bool(queue.waiting) and queue.waiting[0] is self.kept_out
         shut = not queue.waiting or full or kept_out
@@ -384,9 +385,11 @@ class Course:
         if steps > 1:
             more = steps - 1
             size = self.settings.block_size
+            gained = queue.drafting.gained(queue.steps, more)
+            queue.steps += more
             for seq in oldest.step.decodes:
-                seq.generated += more
-                seq.computed += more
+                seq.generated += gained
+                seq.computed += gained
                 if queue.free_blocks is not None:
                     new = -(-seq.computed // size) - seq.blocks - seq.shared_blocks
                     if new > 0:
@@ -408,7 +411,8 @@ class Course:
         low, high = 1, min(steps, (free_blocks + len(decodes)) * size) + 1
         while low + 1 < high:
             middle = (low + high) // 2
-            needs = (-(-(seq.computed + middle) // size) - seq.blocks - seq.shared_blocks for seq in decodes)
+            gained = self.queue.drafting.gained(self.queue.steps, middle)
+            needs = (-(-(seq.computed + gained) // size) - seq.blocks - seq.shared_blocks for seq in decodes)
             if sum(need for need in needs if need > 0) <= free_blocks:
                 low = middle
             else:

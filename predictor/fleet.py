@@ -36,6 +36,7 @@ from predictor.arrivals import PromptSizes, RecentArrivals
 from predictor.budget_check import BudgetCheck, BudgetDoubt
 from predictor.course import State
 from predictor.crowding import Crowding
+from predictor.drafts import DraftCounts, Drafts
 from predictor.engines.step_rule import reserved_beside_prompt
 from predictor.engines.vllm import Sequence, Settings, room_beside
 from predictor.fairness import FairnessPolicy, TenantUse
@@ -228,6 +229,7 @@ class _Worker:
     load_seen: tuple[float, int] | None = None  # when the engine was last asked, and what it had in progress
     kv_tokens: int = 0  # that the tickets in flight will need
     unseen_hits: bool = False  # it has reported more reuse than was seen: what is quick need not be a quick worker
+    drafts: Drafts = field(default_factory=Drafts)
     hindsight: Hindsight = field(init=False)
 
     def __post_init__(self) -> None:
@@ -937,6 +939,12 @@ class Fleet:
             self.finish(ticket.id, Usage(), now_s)
         return ended
 
+    def observe_drafts(self, worker: str, counts: DraftCounts) -> None:
+        """Takes in an engine's own counters of speculative decoding, in tokens since it started."""
+        known = self._pool_of[worker].workers[worker]
+        if known.drafts.count(counts):
+            known.shadow.set_drafting(known.drafts.drafting)
+
     def expire(self, max_age_s: float, now_s: float) -> list[Ticket]:
         """Releases tickets that are older than any request can be, and returns them."""
         old = [ticket for ticket in self._tickets.values() if now_s - ticket.booked_at_s > max_age_s]
@@ -1036,6 +1044,8 @@ class Fleet:
             "reuse_correction": pool.cache.correction(worker.spec.name).view(),
             "max_num_batched_tokens": settings.max_num_batched_tokens,
             "async_scheduling": settings.async_scheduling,
+            "tokens_per_decode": round(shadow.drafting.gain, 3),
+            "drafted_per_decode": round(shadow.drafting.drafted, 3),
             "token_budget_doubt": _budget_doubt(pool, worker).value,
             "largest_chunk_tokens": worker.budget.largest_tokens,
             "interval": {
@@ -1218,7 +1228,8 @@ class Fleet:
         else:
             return False
         cached = ticket.forecast.cached_tokens if usage.cached_tokens is None else usage.cached_tokens
-        steps = ceil(max(1, prompt_tokens - cached) / room_beside(ticket.decodes_beside, worker.settings))
+        room = room_beside(ticket.decodes_beside, worker.settings, worker.shadow.drafting)
+        steps = ceil(max(1, prompt_tokens - cached) / room)
         seconds = ticket.first_token_at_s - ticket.joins_at_s
         sample = PrefillSample(prompt_tokens, cached, steps, ticket.decodes_beside, seconds)
         if not worker.cost.add(sample):

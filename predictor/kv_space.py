@@ -123,7 +123,7 @@ class KvSpace:
                 if steps_until is None:
                     steps_until = self._steps_until_admitted(steps / wanted)
                 left -= steps_until.get(seq_id, 0.0)
-            ends = seq.generated + max(0, int(left))
+            ends = seq.generated + max(0, int(left * self._queue.drafting.gain))
             if seq.max_output is None or ends < seq.max_output:
                 gone *= 1.0 - curve.longer(ends) / (curve.longer(seq.generated) or 1.0)
             if gone <= _MAY_BE_GONE:

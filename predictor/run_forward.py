@@ -144,10 +144,11 @@ class RunForward:
     """Starts from the state after the steps that are under way; `work` counts what was done so far, in spans."""
 
     __slots__ = (
-        "_cap", "_chunked", "_cost", "_decoders", "_ends", "_free", "_gate", "_gone", "_lag", "_late",
+        "_cap", "_chunked", "_cost", "_decode_size", "_decoders", "_drafted_steps", "_drafting",
+        "_ends", "_free", "_gate", "_gone", "_lag", "_late",
         "_least_cap", "_limit", "_mark", "_order", "_phases", "_room", "_settings", "_size", "_slots", "_stack",
-        "_step", "_tokens", "_waiting", "_waiting_blocks", "_wanted", "_watermark", "clock_s", "first_open", "gated",
-        "spans", "work",
+        "_step", "_tokens", "_waiting", "_waiting_blocks", "_wanted", "_watermark", "_width", "clock_s", "first_open",
+        "gated", "spans", "work",
     )  # fmt: skip
 
     def __init__(
@@ -161,6 +162,11 @@ class RunForward:
         """`ends_at` tells each sequence's whole output, in tokens; `shares` which blocks some have in common."""
         self._cost = cost
         self._size = settings.block_size
+        # Where drafts are accepted, who decodes gets several tokens in a step: its place in a block is then counted in
+        # steps, of which a block holds so many fewer.
+        self._drafting, self._drafted_steps = queue.drafting, queue.steps
+        self._decode_size = max(1, round(self._size / self._drafting.gain))
+        self._width = self._drafting.width + settings.draft_slots
         self._limit = settings.max_num_batched_tokens
         self._slots = settings.max_num_seqs
         self._chunked = settings.enable_chunked_prefill
@@ -187,7 +193,7 @@ class RunForward:
         self._stack: list[_Decoder] = []
         self._gone: set[int] = set()  # numbers in the heap of those that were preempted
         self._order = 0
-        self._phases = [0] * self._size
+        self._phases = [0] * self._decode_size
         self._late = []
         for seq in queue.running:
             held, shared = seq.blocks + seq.shared_blocks, seq.shared_blocks
@@ -219,7 +225,8 @@ class RunForward:
             self._retire_late()
         if not self._decoders and not late and not self._waiting:
             self._set_mark()
-            self._append(ENDLESS, self._cost.step_s(0, 0, 0), 0.0, self._limit, True, ENDLESS, 0)
+            room = self._limit - self._settings.draft_slots
+            self._append(ENDLESS, self._cost.step_s(0, 0, 0), 0.0, room, True, ENDLESS, 0)
             return
         if not late and self._waiting and self._decoders and self._wait():
             return
@@ -263,7 +270,7 @@ class RunForward:
 
         `blocks` is the KV space that it needs."""
         spans = self.spans
-        room = max(1, self._limit - self._decoders)
+        room = max(1, self._limit - self._decoders * self._width)
         work_s = ceil(self._tokens / room) * self._cost.step_s(0, 0, self._decoders)
         work_s += self._cost.per_token_s * self._tokens
         for since in (spans[len(spans) // 2], spans[0]) if spans else ():
@@ -282,7 +289,8 @@ class RunForward:
 
     def last_step_s(self) -> tuple[float, int]:
         """How long a step takes with who decodes at the end of what is listed, and what one prefill gets of it."""
-        return self._cost.step_s(0, 0, self._decoders), max(1, min(self._limit - self._decoders, self._cap))
+        left = self._limit - self._decoders * self._width - self._settings.draft_slots
+        return self._cost.step_s(0, 0, self._decoders), max(1, min(left, self._cap))
 
     # Composition
 
@@ -290,22 +298,26 @@ class RunForward:
         if self._settings.long_prefill_token_threshold_adaptive:
             there = self._decoders + len(self._late) + len(self._waiting)
             self._cap = chunk_cap(there + 1, self._settings)
-        size, gate, cap = self._size, self._gate, self._cap
+        size, gate, cap, slots, width = self._size, self._gate, self._cap, self._settings.draft_slots, self._width
         preempted = False
         while True:
-            decoding = min(self._decoders, self._limit)
-            budget = self._limit - decoding
+            decoding = min(self._decoders, self._limit // width)
+            budget = self._limit - decoding * width
             free = self._free
             if gate:
-                free -= self._phases[-self._step % size]
+                free -= self._phases[-self._step % self._decode_size]
             steps = ENDLESS
             new_tokens = squares = curve = 0
             chunks: list[tuple[_Late, int]] = []
             for late in self._late:
-                if budget <= 0:
+                if budget <= slots:
                     break
                 left = late.prompt_tokens + late.generated - late.computed
                 want = left if left < cap else cap
+                decodes_on = left == 1 and late.generated
+                if decodes_on:
+                    want = width - slots
+                budget -= slots
                 if want > budget:
                     want = budget
                 budget -= want
@@ -314,9 +326,9 @@ class RunForward:
                     need = -(-(late.computed + want) // size) - late.blocks - late.shared_blocks
                     if need > 0:
                         free -= need
-                if left == 1 and late.generated:
+                if decodes_on:
                     decoding += 1
-                    steps = min(steps, late.end + self._lag - late.generated)
+                    steps = min(steps, self._drafting.steps_to(late.end - late.generated) + self._lag)
                 else:
                     start = late.computed
                     new_tokens += want
@@ -329,18 +341,18 @@ class RunForward:
         running = self._decoders + len(self._late)
         waiting = self._waiting
         blocked = preempted
-        while waiting and not blocked and budget > 0:
+        while waiting and not blocked and budget > slots:
             if running >= self._slots:
                 self.gated = blocked = True
                 break
             prompt_tokens, computed, generated, shared, later, end = waiting[0]
             left = prompt_tokens + generated - computed
             want = left if left < cap else cap
-            if want > budget:
+            if want > budget - slots:
                 if not self._chunked:
                     blocked = True
                     break
-                want = budget
+                want = budget - slots
             if gate:
                 reserve = self._watermark if running else 0
                 if -(-(prompt_tokens + generated) // size) - shared + reserve > free:
@@ -352,7 +364,7 @@ class RunForward:
             self._late.append(late)
             chunks.append((late, want))
             running += 1
-            budget -= want
+            budget -= want + slots
             new_tokens += want
             squares += want * (2 * computed + want)
             steps = 1
@@ -369,6 +381,7 @@ class RunForward:
             steps = self._steps_in_space(chunks, steps)
         if running >= self._slots:
             self.gated = True  # whoever comes waits for a slot
+        budget -= slots
         is_open = not blocked and not waiting and budget > 0 and running < self._slots
         room = spare = 0
         if is_open or (not waiting and self.spans and self.spans[-1].is_open):
@@ -391,8 +404,8 @@ class RunForward:
         gate, ends = self._gate, self._ends
         steps = looked_at = 0
         clock_s = self.clock_s
-        while 0 < self._decoders < self._limit:
-            free = self._free - (self._phases[-self._step % self._size] if gate else 0)
+        while 0 < self._decoders * self._width < self._limit:
+            free = self._free - (self._phases[-self._step % self._decode_size] if gate else 0)
             if (gate and free < 0) or not (self._decoders >= self._slots or (gate and whole > free)):
                 break
             more = ends[0][0] - self._step
@@ -437,15 +450,16 @@ class RunForward:
         settles = False
         for late, want in chunks:
             left = late.prompt_tokens + late.generated - late.computed
-            total = want * steps
+            decodes_on = left == 1 and late.generated > 0
+            total = self._gained(steps) if decodes_on else want * steps
             late.computed += total
             if gate:
                 new = -(-late.computed // size) - late.blocks - late.shared_blocks
                 if new > 0:
                     late.blocks += new
                     self._free -= new
-            if left == 1 and late.generated:
-                late.generated += steps
+            if decodes_on:
+                late.generated += total
                 settles = settles or late.generated >= late.end
             elif total == left:
                 late.generated += 1
@@ -484,10 +498,10 @@ class RunForward:
                 break
             place += 1
             self._decoders += 1
-            since = one.computed - self._step
-            self._phases[since % self._size] += 1
+            since = self._in_steps(one.computed) - self._step
+            self._phases[since % self._decode_size] += 1
             self._order += 1
-            end = self._step + max(0, one.end - one.generated) + self._lag
+            end = self._step + max(0, self._drafting.steps_to(one.end - one.generated)) + self._lag
             decoder = (end, self._order, since, one.prompt_tokens, one.shared_blocks)
             heappush(self._ends, decoder)
             self._stack.append(decoder)
@@ -496,7 +510,7 @@ class RunForward:
 
     def _retire(self) -> None:
         """Decoders whose output has ended are gone, and so is the space that they held."""
-        ends, step, size, gone = self._ends, self._step, self._size, self._gone
+        ends, step, size, gone = self._ends, self._step, self._decode_size, self._gone
         while ends and (ends[0][0] <= step or ends[0][1] in gone):
             _, order, since, _, shared = heappop(ends)
             if order in gone:
@@ -520,7 +534,7 @@ class RunForward:
 
     def _growth(self, steps: int) -> int:
         """Blocks that the counted decoders take in so many steps from now."""
-        size, phases, step = self._size, self._phases, self._step
+        size, phases, step = self._decode_size, self._phases, self._step
         if steps == 1:
             return phases[-step % size]
         rounds, rest = divmod(steps, size)
@@ -532,10 +546,31 @@ class RunForward:
     def _needs(self, chunks: list[tuple[_Late, int]], steps: int) -> int:
         need = self._growth(steps)
         for late, want in chunks:
-            new = -(-(late.computed + want * steps) // self._size) - late.blocks - late.shared_blocks
+            decodes_on = late.generated > 0 and late.prompt_tokens + late.generated - late.computed == 1
+            more = self._gained(steps - 1) + want if decodes_on else want * steps
+            new = -(-(late.computed + more) // self._size) - late.blocks - late.shared_blocks
             if new > 0:
                 need += new
         return need
+
+    # Where drafts are accepted
+
+    def _gained(self, steps: int) -> int:
+        """Tokens that each who decodes gets in so many steps from now."""
+        return self._drafting.gained(self._drafted_steps + self._step, steps)
+
+    def _in_steps(self, tokens: int) -> int:
+        """A place among a sequence's tokens in steps of decoding: in the same block, and as far into it."""
+        if self._decode_size == self._size or tokens <= 0:
+            return tokens
+        blocks, rest = divmod(tokens - 1, self._size)
+        return blocks * self._decode_size + rest * self._decode_size // self._size + 1
+
+    def _in_tokens(self, steps: int) -> int:
+        if self._decode_size == self._size or steps <= 0:
+            return steps
+        blocks, rest = divmod(steps - 1, self._decode_size)
+        return blocks * self._size + rest * self._size // self._decode_size + 1
 
     def _steps_in_space(self, chunks: list[tuple[_Late, int]], steps: int) -> int:
         """The most steps, up to `steps` and at least one, for which there are blocks."""
@@ -562,18 +597,19 @@ class RunForward:
             self._preempt(one.prompt_tokens, one.computed, one.generated, one.end)
             preempted += 1
         stack, step = self._stack, self._step
-        while self._decoders > 1 and self._phases[-step % self._size] > self._free:
+        while self._decoders > 1 and self._phases[-step % self._decode_size] > self._free:
             decoder = stack.pop()
             end, order, since, prompt_tokens, shared = decoder
             if end <= step:
                 continue  # it has ended before
             self._gone.add(order)
             self._decoders -= 1
-            self._phases[since % self._size] -= 1
-            computed = since + step
-            generated = computed - prompt_tokens + 1
+            self._phases[since % self._decode_size] -= 1
+            computed = self._in_tokens(since + step)
+            generated = max(1, computed - prompt_tokens + 1)
             self._free += -(-computed // self._size) - shared
-            self._preempt(prompt_tokens, computed, generated, end - self._lag - step + generated)
+            left = int((end - self._lag - step) * self._drafting.gain)
+            self._preempt(prompt_tokens, computed, generated, generated + left)
             preempted += 1
         if preempted:
             self.work += preempted // _LOOKED_AT_A_SPAN
@@ -583,11 +619,14 @@ class RunForward:
 
     def _tight(self) -> bool:
         """Whether the next step lacks blocks."""
-        budget = self._limit - self._decoders
-        need = self._phases[-self._step % self._size]
+        budget = self._limit - self._decoders * self._width
+        need = self._phases[-self._step % self._decode_size]
         for late in self._late:
-            want = min(late.prompt_tokens + late.generated - late.computed, self._cap, max(0, budget))
-            budget -= want
+            left = late.prompt_tokens + late.generated - late.computed
+            if left == 1 and late.generated:
+                left = self._drafting.width
+            want = min(left, self._cap, max(0, budget - self._settings.draft_slots))
+            budget -= want + self._settings.draft_slots
             new = -(-(late.computed + want) // self._size) - late.blocks - late.shared_blocks
             if new > 0:
                 need += new
@@ -608,7 +647,7 @@ class RunForward:
             return  # it has been listed, and the mark is before it
         waiting = self._waiting
         if waiting:
-            if self._wanted > self._limit - self._decoders:
+            if self._wanted > self._limit - self._decoders * self._width:
                 return
             prompt_tokens, _, generated, shared, _, _ = waiting[-1]
             if self._gate and -(-(prompt_tokens + generated) // self._size) - shared > self._free:

@@ -22,7 +22,7 @@ from predictor.announcements import Announcements
 from predictor.block_owners import Owner
 from predictor.course import MAX_STEPS_BEHIND, MOST_LOOKED_AT, STEP_LOOKED_AT, Course, State, completes
 from predictor.engines.sglang import first_ratio
-from predictor.engines.vllm import Queue, Sequence, Settings, Step, enqueue
+from predictor.engines.vllm import Drafting, Queue, Sequence, Settings, Step, enqueue
 from predictor.outlook import Outlook, Sight
 from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
@@ -143,6 +143,19 @@ class Shadow:
             self._course.cost = cost
             self._outlook.changed()
 
+    @property
+    def drafting(self) -> Drafting:
+        return self._queue.drafting
+
+    def set_drafting(self, drafting: Drafting) -> None:
+        """What is drafted and accepted for each that decodes.
+
+        Where several tokens are, what decodes store tells that a step has ended, but not how many there were.
+        """
+        self._queue.drafting = drafting
+        self.set_sees_blocks(self._course.sees_blocks, self._strangers.are_seen)
+        self._outlook.forget()
+
     def set_settings(self, settings: Settings) -> None:
         self._course.set_settings(settings)
         self.set_sees_blocks(self._course.sees_blocks, self._strangers.are_seen)
@@ -157,7 +170,8 @@ class Shadow:
         # SGLang announces a chunk with the batch after it, and what is decoded at its end.
         course.sees_blocks = sees and course.settings.family == "vllm"
         # Asynchronous: blocks are announced a step early, and which step a stranger was in cannot be told yet.
-        self._strangers.are_seen = course.sees_blocks and computed and not course.settings.async_scheduling
+        counts_steps = not course.settings.async_scheduling and not self._queue.drafting.gains
+        self._strangers.are_seen = course.sees_blocks and computed and counts_steps
         if not self._strangers.are_seen:
             self._strangers.drop_all()
 
@@ -316,15 +330,19 @@ class Shadow:
             self._find_missed_before(step, told)
             return
         missed = max((tokens - course.announced(seq) for seq, tokens in told if seq is not None), default=0)
+        drafts = self._queue.drafting.gains
+        if drafts and any(seq is not None for seq, _ in told):
+            missed = 1
         if missed <= 0 or missed > MAX_STEPS_BEHIND:
             return
         course.take_back()
         decoding = [seq for seq in self._queue.running if seq.generated and not seq.prefilling]
+        gained = self._queue.next_gain() if drafts else missed
         for seq in decoding:
-            seq.generated += missed
-            seq.computed += missed
+            seq.generated += gained
+            seq.computed += gained
         if course.interval is not None:
-            course.interval.guessed = False
+            course.interval.guessed = drafts
             course.interval.add_decodes(missed, len(decoding))
         course.seen(now_s)
         course.composes_s = now_s
@@ -332,6 +350,8 @@ class Shadow:
     def _find_missed_before(self, step: Step, told: ReadOnly[Owner]) -> None:
         """The step under way has ended as well: it moves each decode by one, and no prefill explains more."""
         course = self._course
+        if self._queue.drafting.gains:
+            return
         decoding = {id(seq) for seq in step.decodes if seq.id in self._sequences}
         missed = {
             id(seq): tokens - course.announced(seq) - 1
@@ -352,6 +372,9 @@ class Shadow:
     def _got_to(self, seq: Sequence, tokens: int, now_s: float) -> None:
         """So many tokens of it are announced, and no more."""
         course = self._course
+        if self._queue.drafting.gains and tokens > seq.prompt_tokens and seq.generated and not seq.prefilling:
+            self._drafted_to(seq, tokens, now_s)
+            return
         if seq.id in course.guessed_alike:
             self._strangers.all_alike(seq, tokens, now_s)
             return
@@ -367,6 +390,24 @@ class Shadow:
             # The step was let pass already, and now it is seen to have ended.
             course.seen(now_s)
 
+    def _drafted_to(self, seq: Sequence, tokens: int, now_s: float) -> None:
+        """One that decodes has filled a block in the step that has just ended, which does not say how many steps that
+        took: how many drafts are accepted is chance."""
+        course = self._course
+        item = self._under_way[0] if self._under_way else None
+        is_told = course.interval is not None and course.interval.since_s >= now_s  # by others of the same batch
+        if item is not None and not is_told and not item.step.chunks:
+            if now_s - course.began_s > item.seconds / 2:
+                course.end_step(now_s)
+            # Else it was let pass already, and has ended only now.
+            course.interval, course.began_s = StepInterval(now_s), now_s
+            if course.composes_s is not None:
+                course.composes_s = now_s
+        ahead = course.announced(seq) - tokens
+        if ahead < 0 or ahead > self._queue.drafting.width:
+            course.move_decodes(seq, -ahead)
+        course.changed()
+
     def _stretch(self, seq: Sequence, tokens: int) -> None:
         """Its chunk was a few tokens longer than composed: it is heard who has ended when the next step is under way,
         and a prompt has got what they would have taken of it."""
@@ -375,7 +416,8 @@ class Shadow:
             return
         step = item.step
         for place, (other, start, end) in enumerate(step.chunks):
-            if other is not seq or not 0 < tokens - end <= len(step.decodes) or completes(seq, end):
+            most = len(step.decodes) * self._queue.drafting.width
+            if other is not seq or not 0 < tokens - end <= most or completes(seq, end):
                 continue
             seq.computed += tokens - end
             if completes(seq, tokens):
@@ -425,11 +467,13 @@ class Shadow:
 
     def _ends_after(self, seq: Sequence, output_tokens: int, now_s: float) -> None:
         """So many tokens of it have left the engine, and it is over."""
-        course = self._course
-        if course.interval is not None:
+        course, drafts = self._course, self._queue.drafting.gains
+        if course.interval is not None and not drafts:
             course.interval.guessed = False
         ahead = course.emitted(seq) - output_tokens
-        if ahead < 0:
+        if drafts:
+            course.move_decodes(seq, -ahead)
+        elif ahead < 0:
             course.catch_up(lambda: course.emitted(seq) >= output_tokens, now_s, timed=False)
         elif ahead > 0:
             course.rewind(seq, ahead)

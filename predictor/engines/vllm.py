@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field, replace
+from itertools import repeat
+from math import ceil
 from typing import Literal
 
 import msgspec
@@ -37,6 +39,7 @@ class Settings:
     max_model_len: int | None = None
     async_scheduling: bool = False  # a step is composed while the one before it runs
     enable_chunked_prefill: bool = True
+    draft_slots: int = 0  # tokens of a step that each request in it takes for its drafter (since 0.28)
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     watermark: float = 0.0  # part of all blocks that an admission must leave free while others run
     family: Literal["vllm", "sglang"] = "vllm"  # whose step rule holds; see `sglang` for what these are called there
@@ -142,6 +145,35 @@ class Sequence:
         return self.priority, self.arrived
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Speculative decoding, as it has been of late, for each that decodes and each step."""
+
+    gain: float = 1.0  # tokens that it gets; more than one where drafts are accepted
+    drafted: float = 0.0  # tokens that are verified for it, and take room in the step, accepted or not
+
+    def gained(self, since: int, steps: int) -> int:
+        """Whole tokens from so many steps, after so many others."""
+        return steps if self.gain == 1.0 else int((since + steps) * self.gain) - int(since * self.gain)
+
+    def steps_to(self, tokens: int) -> int:
+        """Steps until it has got so many more."""
+        return tokens if self.gain == 1.0 else ceil(tokens / self.gain)
+
+    @property
+    def gains(self) -> bool:
+        """Whether a step may give more than one token."""
+        return self.gain != 1.0
+
+    @property
+    def width(self) -> int:
+        """Tokens of a step that it takes."""
+        return 1 + round(self.drafted)
+
+
+NO_DRAFTS = Drafting()
+
+
 @dataclass(slots=True)
 class Queue:
     """The scheduler's two lists: `running` in order of admission, `waiting` in order of arrival."""
@@ -153,9 +185,18 @@ class Queue:
     shut: bool = False  # SGLang: somebody was turned away, and nobody is tried again before one has left
     unseen: frozenset[str] = frozenset()  # SGLang: whose newest token its scheduler does not know of yet (overlap)
     decodes_first: int = 0  # SGLang: decode steps before anybody is prefilled again (prefill_decode_interval)
+    drafting: Drafting = NO_DRAFTS
+    steps: int = 0  # composed so far, where drafts are accepted
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
+
+    def next_gain(self) -> int:
+        """What each who decodes gets out of the next step, in whole tokens."""
+        if self.drafting.gain == 1.0:
+            return 1
+        self.steps += 1
+        return self.drafting.gained(self.steps - 1, 1)
 
     def copy(self) -> Queue:
         running, waiting = [seq.copy() for seq in self.running], deque(seq.copy() for seq in self.waiting)
@@ -170,6 +211,18 @@ class Step(msgspec.Struct, frozen=True):
     room: int
     preempted: tuple[Sequence, ...] = ()
     admitted: int = 0  # so many of the chunks, the last, are of sequences that waited before
+    gains: tuple[int, ...] = ()  # tokens that each of `decodes` gets out of it; empty: one each
+
+    def gained(self) -> Iterator[tuple[Sequence, int]]:
+        """Who decodes in it, and the tokens that each gets out of it."""
+        return zip(self.decodes, self.gains or repeat(1), strict=False)
+
+    def gain_of(self, seq: Sequence) -> int:
+        """Tokens that this one gets out of it by decoding; 0 if it does not decode in it."""
+        for place, other in enumerate(self.decodes):
+            if other is seq:
+                return self.gains[place] if self.gains else 1
+        return 0
 
     @property
     def new_tokens(self) -> int:
@@ -195,11 +248,12 @@ def reusable_tokens(run_blocks: int, block_size: int, prompt_tokens: int) -> int
     return reuse.vllm().reusable_tokens(run_blocks * block_size, block_size, prompt_tokens)
 
 
-def room_beside(decodes: int, settings: Settings) -> int:
+def room_beside(decodes: int, settings: Settings, drafting: Drafting = NO_DRAFTS) -> int:
     """Tokens that the only prefill gets in a step, beside so many decodes."""
     if settings.family == "sglang":
         return settings.max_num_batched_tokens
-    return min(chunk_cap(decodes + 1, settings), max(1, settings.max_num_batched_tokens - decodes))
+    left = settings.max_num_batched_tokens - decodes * (drafting.width + settings.draft_slots) - settings.draft_slots
+    return min(chunk_cap(decodes + 1, settings), max(1, left))
 
 
 def chunk_cap(requests: int, settings: Settings) -> int:
@@ -230,14 +284,16 @@ def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Looku
     `newcomers` requests are imagined behind the queue: they count where the engine counts requests, and `room` is what
     they could take. `lookup` is asked for each request whose admission is tried.
     """
-    budget = settings.max_num_batched_tokens
+    slots, width = settings.draft_slots, queue.drafting.width
+    budget = settings.max_num_batched_tokens - slots  # whoever is next takes its slots besides
     cap = chunk_cap(len(queue) + newcomers, settings)
-    size = settings.block_size
+    size, gain, drafts = settings.block_size, queue.next_gain(), queue.drafting.gains
     by_priority = settings.scheduling_policy == "priority"
     running, waiting = queue.running, queue.waiting
     free = queue.free_blocks
     chunks: list[tuple[Sequence, int, int]] = []
     decodes: list[Sequence] = []
+    gains: list[int] = []
     preempted: list[Sequence] = []
     index = 0
     while index < len(running) and budget > 0:
@@ -247,7 +303,12 @@ def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Looku
             continue  # its last token is on its way (asynchronous scheduling)
         computed = seq.computed
         left = seq.prompt_tokens + seq.generated - computed
-        want = min(left, cap, budget)
+        decodes_on = left == 1 and seq.generated
+        want = width if decodes_on else left
+        if want > cap:
+            want = cap
+        if want > budget:
+            want = budget
         if free is not None:
             need = -(-(computed + want) // size) - seq.blocks - seq.shared_blocks
             while need > free and running:
@@ -257,7 +318,7 @@ def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Looku
                 victim = running.pop(place)
                 if place < index - 1:
                     index -= 1
-                    budget += _unscheduled(victim, chunks, decodes)
+                    budget += _unscheduled(victim, chunks, decodes, gains, width) + slots
                 free += victim.blocks
                 _give_back(victim)
                 if by_priority:
@@ -272,12 +333,17 @@ def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Looku
             if need > 0:
                 free -= need
                 seq.blocks += need
-        budget -= want
-        seq.computed = computed + want
-        if left == 1 and seq.generated:
+        budget -= want + slots
+        if decodes_on:
+            gained = 1
+            if drafts:
+                gained = min(gain, want, want if seq.max_output is None else seq.max_output - seq.generated)
+                gains.append(gained)
             decodes.append(seq)
-            seq.generated += 1
+            seq.computed = computed + gained
+            seq.generated += gained
         else:
+            seq.computed = computed + want
             chunks.append((seq, computed, computed + want))
             if want == left:
                 seq.generated += 1
@@ -303,24 +369,28 @@ def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Looku
         waiting.popleft()
         running.append(seq)
         chunks.append((seq, seq.computed, seq.computed + want))
-        budget -= want
+        budget -= want + slots
         seq.computed += want
         if want == left:
             seq.generated += 1
     queue.free_blocks = free
     is_open = not blocked and not waiting and len(running) < settings.max_num_seqs
-    room = min(budget, cap) if is_open else 0
-    return Step(tuple(chunks), tuple(decodes), room, tuple(preempted), len(running) - running_before)
+    room = max(0, min(budget, cap)) if is_open else 0
+    admitted = len(running) - running_before
+    return Step(tuple(chunks), tuple(decodes), room, tuple(preempted), admitted, tuple(gains))
 
 
-def _unscheduled(victim: Sequence, chunks: list[tuple[Sequence, int, int]], decodes: list[Sequence]) -> int:
-    """One that gives way is no part of the step any more; returns the tokens that it had in it."""
+def _unscheduled(
+    victim: Sequence, chunks: list[tuple[Sequence, int, int]], decodes: list[Sequence], gains: list[int], width: int
+) -> int:
+    """One that gives way is no part of the step any more; returns the tokens that it had in it, a decode `width`."""
     for place, seq in enumerate(decodes):
         if seq is victim:
+            gained = gains.pop(place) if gains else 1
             del decodes[place]
-            victim.computed -= 1
-            victim.generated -= 1
-            return 1
+            victim.computed -= gained
+            victim.generated -= gained
+            return width
     for place, (seq, start, end) in enumerate(chunks):
         if seq is victim:
             del chunks[place]
@@ -336,9 +406,9 @@ def undo(queue: Queue, step: Step) -> None:
 
     Who has left since is not brought back, and who has come in by another way stays.
     """
-    for seq in step.decodes:
-        seq.computed -= 1
-        seq.generated -= 1
+    for seq, gained in step.gained():
+        seq.computed -= gained
+        seq.generated -= gained
     for seq, start, end in step.chunks:
         if end == seq.prompt_tokens + seq.generated - 1:
             seq.generated -= 1

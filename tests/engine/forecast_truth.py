@@ -25,6 +25,7 @@ import numpy as np
 
 from predictor.admission import AdmissionPolicy, Mode
 from predictor.clairvoyance import Coming, Seer
+from predictor.drafts import DraftCounts
 from predictor.engines.vllm import Settings
 from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.hindsight import Verdict
@@ -156,7 +157,13 @@ def watching_s(recording: Recording) -> list[float]:
 
 # Seconds between an engine and who observes it, at least and on average more, by what is on its way: requests to the
 # engine, its events, tokens and ends from there.
-_WAYS_S = {"arrive": (0.004, 0.004), "kv": (0.0005, 0.001), "first": (0.002, 0.003), "end": (0.003, 0.01)}
+_WAYS_S = {
+    "arrive": (0.004, 0.004),
+    "kv": (0.0005, 0.001),
+    "first": (0.002, 0.003),
+    "end": (0.003, 0.01),
+    "drafts": (0.002, 0.005),
+}
 
 
 def events(recording: Recording, ways_seed: int | None = None) -> Iterator[tuple[str, float, Any]]:
@@ -237,6 +244,9 @@ class Observer:
                 probed_s += _PROBE_S
                 self.fleet.observe_load(_WORKER, in_progress, probed_s + offset_s, probed_s + offset_s)
             in_progress += (kind == "arrive") - (kind == "end")
+            if kind == "drafts":
+                self.fleet.observe_drafts(_WORKER, DraftCounts(*what))
+                continue
             if kind != "kv" and what in passing:
                 continue
             if kind == "arrive":

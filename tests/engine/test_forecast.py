@@ -36,6 +36,8 @@ def told(name: str, watcher: Observer, outcomes: list[Outcome]) -> tuple[Accurac
         ("decodes, budget 512", 300, 0.99, 0.02),
         ("trace 0.8, async", 300, 0.98, 0.02),
         ("giants, threshold 1024, async", 150, 0.97, 0.02),
+        ("trace 0.8, drafts", 300, 0.98, 0.06),
+        ("trace 1.3, drafts", 300, 0.93, 0.06),
         ("sglang giants", 150, 0.99, 0.02),
         ("sglang conversations", 300, 0.99, 0.05),
         ("sglang trace 1.3", 400, 0.98, 0.02),

@@ -89,6 +89,7 @@ class EngineSettings:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_model_len: int = 310_000
     async_scheduling: bool = False
+    num_speculative_tokens: int = 0  # drafted for each that decodes, by n-gram lookup: it needs no other model
     # Of SGLang, by its own names.
     schedule_conservativeness: float = 1.0
     enable_mixed_chunk: bool = False
@@ -109,6 +110,7 @@ class Workload:
     arrivals: tuple[Arrival, ...]
     costs: Costs = field(default_factory=Costs)
     max_tokens_told: int | None = None  # what clients put into `max_tokens`; None: what the output will be
+    accepted: float = 0.7  # how likely a drafted token is right, if all before it are
     engine: Literal["vllm", "sglang"] = "vllm"
 
 
@@ -344,6 +346,17 @@ def overlapped(build: Callable[[], Workload]) -> Callable[[], Workload]:
     return built
 
 
+def speculative(build: Callable[[], Workload], tokens: int, accepted: float) -> Callable[[], Workload]:
+    """So many tokens are drafted for each that decodes, and some of them accepted."""
+
+    def built() -> Workload:
+        work = build()
+        settings = replace(work.settings, num_speculative_tokens=tokens)
+        return replace(work, settings=settings, accepted=accepted)
+
+    return built
+
+
 def by_priority(build: Callable[[], Workload], seed: int = 9, apart: int = 1) -> Callable[[], Workload]:
     """A third of the requests may overtake, and a third is overtaken. Priorities are so far `apart`."""
 
@@ -387,6 +400,10 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "trace 1.3, async": overlapped(traced(0.5, 1.3, 400_000)),
     "giants, threshold 1024, async": overlapped(giants(1024)),
     "storm": storm(),
+    "trace 0.8, drafts": speculative(traced(0.5, 0.8, 400_000), 3, 0.7),
+    "trace 0.8, threshold 2048, drafts": speculative(traced(0.5, 0.8, 400_000, threshold=2048), 3, 0.7),
+    "trace 1.3, drafts": speculative(traced(0.5, 1.3, 400_000), 3, 0.7),
+    "decodes, budget 1024, drafts": speculative(decodes(1024, 256, False), 3, 0.7),
     "giants, fair shares of 1024": fair_shares(giants(1024)),
     "trace 1.3, by priority": by_priority(traced(0.5, 1.3, 400_000)),
     "storm, by priority": by_priority(storm()),

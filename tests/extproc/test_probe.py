@@ -27,6 +27,7 @@ from extproc.engine_pages import (
     read_vllm_metrics,
 )
 from extproc.probe import Probe, Watchers
+from predictor.drafts import DraftCounts
 from predictor.engines.vllm import Settings
 from predictor.fleet import Grant, Ticket, Wish, WorkerSpec
 from predictor.kv_events import Batch, Stored, Tier
@@ -62,6 +63,46 @@ def read_as_one(text: bytes) -> RankState:
 def test_ranks_are_told_apart_and_added_up() -> None:
     assert read_vllm_metrics(PAGE) == {0: RankState(13, 32, 2048), 1: RankState(4, 32, 2048)}
     assert read_as_one(PAGE) == RankState(in_progress=17, block_size=32, num_gpu_blocks=2048)
+
+
+DRAFTS = b"""\
+vllm:prompt_tokens_total{engine="0"} 100.0
+vllm:generation_tokens_total{engine="0"} 2500.0
+vllm:spec_decode_num_drafts_total{engine="0"} 990.0
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 2970.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 1500.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 800.0
+"""
+
+
+def test_what_was_drafted_and_accepted_is_read_and_added_up_over_ranks() -> None:
+    state = read_vllm_metrics(DRAFTS)[0]
+    assert state.drafts == DraftCounts(generated=2500, drafted=2970, accepted=1500)
+    both = DRAFTS + DRAFTS.replace(b'engine="0"', b'engine="1"')
+    assert read_as_one(both).drafts == DraftCounts(5000, 5940, 3000)
+    assert read_as_one(both + b'vllm:num_requests_running{engine="2"} 1.0\n').drafts is None
+
+
+@pytest.mark.parametrize(
+    "wrong", [(b"1500.0", b"2971.0"), (b"2970.0", b"NaN"), (b"2500.0", b"-1"), (b"num_draft_tokens", b"num_others")]
+)
+def test_drafts_that_make_no_sense_are_not_known(wrong: tuple[bytes, bytes]) -> None:
+    assert read_vllm_metrics(DRAFTS.replace(*wrong))[0].drafts is None
+
+
+# method, drafted together, and what each request in a step takes besides with five tokens drafted
+SLOTS = [
+    ("ngram", False, 0), ("eagle3", False, 0), ("eagle3", True, 4), ("mtp", False, 0), ("dflash", True, 5),
+    ("dspark", True, 4), ("draft_model", False, 1), ("draft_model", True, 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "parallel", "slots"), SLOTS)
+def test_what_a_drafter_takes_of_a_step_is_read_from_development_pages(method: str, parallel: bool, slots: int) -> None:
+    speculation = {"method": method, "parallel_drafting": parallel, "num_speculative_tokens": 5}
+    info = page({"vllm_config": {"speculative_config": speculation}})
+    assert read_vllm_about(page({"version": "0.32.0"}), None, None, info, "h").settings == {"draft_slots": slots}
+    assert not read_vllm_about(page({"version": "0.27.1"}), None, None, info, "h").settings
 
 
 @pytest.mark.parametrize(

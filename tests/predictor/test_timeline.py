@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from predictor.engines.vllm import Queue, Sequence, Settings, schedule
+from predictor.engines.vllm import NO_DRAFTS, Drafting, Queue, Sequence, Settings, schedule
 from predictor.prefill_cost import StepCost
 from predictor.prefixes_ahead import Share
 from predictor.run_forward import RunForward
@@ -57,23 +57,30 @@ def replayed(shape: Shape, cached: int, total: int) -> tuple[float, bool]:
     raise AssertionError("it never ends")
 
 
+DRAFTS = [(1.0, 2.0, 0), (2.0, 1.0, 1), (3.0, 4.0, 0)]  # tokens gained, tokens drafted, slots of the drafter
+
+
 @st.composite
-def shapes(draw: st.DrawFn) -> Shape:
+def shapes(draw: st.DrawFn, drafts: tuple[float, float, int] | None = None) -> Shape:
     """A queue in the midst of its life: decodes, prompts in every phase, and perhaps hardly any KV space."""
-    budget = draw(st.integers(4, 64))
+    gain, drafted, slots = drafts or (1.0, 0.0, 0)
+    width = 1 + round(drafted) + slots
+    budget = draw(st.integers(4 * width, 64))
     size = draw(st.sampled_from([1, 4, 16]))
     settings = Settings(
         block_size=size,
-        num_gpu_blocks=draw(st.sampled_from([None, None, 40, 80, 200])),
+        num_gpu_blocks=None if drafts else draw(st.sampled_from([None, None, 40, 80, 200])),
         max_num_batched_tokens=budget,
-        max_num_seqs=draw(st.integers(1, min(8, budget))),  # vLLM refuses to start with more slots than tokens
+        # vLLM refuses to start with more slots than tokens.
+        max_num_seqs=draw(st.integers(1, min(8, (budget - 1) // width))),
+        draft_slots=slots,
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3, 16, 40, 100])),
         long_prefill_token_threshold_adaptive=draw(st.booleans()),
         enable_chunked_prefill=True,
     )
     squared = draw(st.sampled_from([0.0, 1e-6]))
     cost = StepCost(0.0, 0.0, draw(st.sampled_from([0.001, 0.01])), 0.001, squared, draw(st.sampled_from([0.0, 0.002])))
-    queue = Queue(free_blocks=settings.usable_blocks)
+    queue = Queue(free_blocks=settings.usable_blocks, drafting=Drafting(gain, drafted) if drafts else NO_DRAFTS)
     ends_at = {}
     for number in range(draw(st.integers(0, 10))):
         tokens = draw(st.integers(1, 150))
@@ -100,6 +107,18 @@ def test_pricing_a_newcomer_on_the_timeline_equals_replaying_the_queue_with_it(
     assume(expected_s != float("inf") and not disturbed)
     blocks = -(-total // shape.settings.block_size)
     priced_s = shape.timeline().finish_s(uncached, blocks) + shape.cost.tokens_s(cached, total)
+    assert priced_s == pytest.approx(expected_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("drafts", DRAFTS, ids=str)
+@given(data=st.data(), cached=st.integers(0, 50), uncached=st.integers(1, 300))
+@hypothesis_settings(max_examples=150, deadline=None)
+def test_so_it_does_where_drafts_take_room_in_each_step_and_some_of_them_are_accepted(
+    drafts: tuple[float, float, int], data: st.DataObject, cached: int, uncached: int
+) -> None:
+    shape = data.draw(shapes(drafts))
+    expected_s, _ = replayed(shape, cached, cached + uncached)
+    priced_s = shape.timeline().finish_s(uncached, 0) + shape.cost.tokens_s(cached, cached + uncached)
     assert priced_s == pytest.approx(expected_s, abs=1e-6)
 
 

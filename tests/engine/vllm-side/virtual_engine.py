@@ -41,11 +41,13 @@ get_supported_kv_cache_layouts = _from("vllm.v1.attention.backends.utils", "get_
 EngineCore = _from("vllm.v1.engine.core", "EngineCore")
 Executor: Any = _from("vllm.v1.executor.abstract", "Executor")
 FullAttentionSpec = _from("vllm.v1.kv_cache_interface", "FullAttentionSpec")
+DraftTokenIds = _from("vllm.v1.outputs", "DraftTokenIds")
 ModelRunnerOutput = _from("vllm.v1.outputs", "ModelRunnerOutput")
 Request = _from("vllm.v1.request", "Request")
 bfloat16 = _from("torch", "bfloat16")
 
 clock_s = 0.0
+PROBE_S = 5.0
 
 
 class _StepEnd(Future[Any]):
@@ -72,7 +74,10 @@ class VirtualExecutor(Executor):  # type: ignore[misc]
         self.starts: dict[str, int] = {}  # request -> where its tokens of this step begin
         self.known: dict[str, int] = {}  # request -> its prompt and the tokens sampled since
         self.answers: dict[str, Any] = {}  # request -> its output, if that is not made up
+        self.drafted: list[str] = []  # the requests that the newest step has drafted for
+        self.counts = [0, 0, 0]  # tokens generated, drafted, accepted: what its metrics page would say
         self.rng = np.random.default_rng(77)
+        self.luck = np.random.default_rng(79)
         self.noise = np.random.default_rng(78)
 
     @classmethod
@@ -113,21 +118,22 @@ class VirtualExecutor(Executor):  # type: ignore[misc]
             self.known[new.req_id] = len(new.prompt_token_ids)
         cached = scheduler_output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        chunks, decoding, tokens = [], 0, []
+        chunks, decoding, tokens, drafts = [], 0, [], 0
         for req_id in ids:
             start, known = starts[req_id], self.known[req_id]
             end = start + scheduler_output.num_scheduled_tokens[req_id]
             if start == known - 1 and known > self.lengths[req_id]:
                 decoding += 1
+                drafts += end - known
             else:
                 chunks.append((int(req_id), start, end))
-            if end >= known:
-                self.known[req_id] += 1
-                tokens.append([self._sample(req_id)])
-            else:
-                tokens.append([])
+            tokens.append(self._sampled(req_id, max(0, 1 + end - known)))
+            drafted = max(0, end - known)
+            for place, more in enumerate((len(tokens[-1]), drafted, max(0, len(tokens[-1]) - 1))):
+                self.counts[place] += more
+        self.drafted = [req_id for req_id, sampled in zip(ids, tokens, strict=True) if sampled]
         costs = self.costs
-        duration_s = costs.step_s + costs.per_decode_s * decoding
+        duration_s = costs.step_s + costs.per_decode_s * decoding + costs.per_token_s * drafts
         duration_s += sum(costs.chunk_s(start, end) for _, start, end in chunks)
         if costs.noise:
             duration_s *= float(np.exp(costs.noise * self.noise.standard_normal()))
@@ -139,6 +145,18 @@ class VirtualExecutor(Executor):  # type: ignore[misc]
         none: Future[Any] = Future()
         none.set_result(None)
         return none if non_block else None
+
+    def _sampled(self, req_id: str, most: int) -> list[int]:
+        """One token, and after it as many drafted ones as turn out to be right; nothing while a prompt goes on."""
+        sampled: list[int] = []
+        while len(sampled) < most and (not sampled or self.luck.random() < self.accepted):
+            self.known[req_id] += 1
+            sampled.append(self._sample(req_id))
+        return sampled
+
+    def take_draft_token_ids(self) -> Any:
+        draft = [0] * self.vllm_config.speculative_config.num_speculative_tokens
+        return DraftTokenIds(self.drafted, [list(draft) for _ in self.drafted])
 
     def _sample(self, req_id: str) -> int:
         answer, said = self.answers.get(req_id), self.known[req_id] - self.lengths[req_id] - 1
@@ -163,6 +181,10 @@ class Recorder:
         return
 
 
+def _speculation(tokens: int) -> dict[str, Any] | None:
+    return {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 4} if tokens else None
+
+
 def engine_core(settings: Any, costs: Any, model: str) -> Any:
     args = EngineArgs(
         model=model,
@@ -179,12 +201,13 @@ def engine_core(settings: Any, costs: Any, model: str) -> Any:
         enable_prefix_caching=True,
         kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
         distributed_executor_backend=VirtualExecutor,
+        speculative_config=_speculation(settings.num_speculative_tokens),
     )
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     config.scheduler_config.async_scheduling = settings.async_scheduling
     core = EngineCore(config, VirtualExecutor, log_stats=False)
     core.model_executor.costs = costs
-    core.model_executor.lengths = {}
+    core.model_executor.lengths, core.model_executor.accepted = {}, 0.0
     return core
 
 
@@ -193,11 +216,13 @@ def run(work: Any, model: str) -> tuple[list[Any], list[Any], dict[int, Any]]:
     core = engine_core(work.settings, work.costs, model)
     recorder = Recorder()
     core.scheduler.kv_event_publisher = recorder
+    core.model_executor.accepted = work.accepted
     lengths, ended = core.model_executor.lengths, 0
     cached: dict[int, Any] = {}
     pending = list(enumerate(work.arrivals))
     generated: dict[int, int] = {}
     pending.reverse()
+    probed_s = 0.0
     while ended < len(work.arrivals):
         if pending and not core.scheduler.has_requests() and not core.batch_queue:
             clock_s = max(clock_s, pending[-1][1].at_s)
@@ -217,7 +242,11 @@ def run(work: Any, model: str) -> tuple[list[Any], list[Any], dict[int, Any]]:
                 block_hasher=core.request_block_hasher,
             )
             core.add_request(request)
-        outputs, _ = core.step_fn()
+        if work.settings.num_speculative_tokens and clock_s >= probed_s + PROBE_S:
+            probed_s = clock_s
+            recorder.records.append(("drafts", clock_s, list(core.model_executor.counts)))
+        outputs, has_run = core.step_fn()
+        core.post_step(has_run)
         for output in (item for batch in (outputs or {}).values() for item in batch.outputs):
             number = int(output.request_id)
             if output.new_token_ids and number not in generated:
