@@ -363,7 +363,7 @@ class PrefillCost:
             self._fit_rate()
 
     def _fit_rate(self) -> None:
-        features, seconds, _, _ = self._samples.known()
+        features, seconds, noise, weights = self._samples.known()
         prefills, steps = features[:, TOKENS] > 0, features[:, STEPS]
         if not prefills.any():
             return
@@ -377,10 +377,10 @@ class PrefillCost:
             # Prefill was seen together with decode steps only, as SGLang's take turns.
             steps = (1 - _DECODE_RATIO) * steps + _DECODE_RATIO * features[:, DECODES]
             fixed_s = _step_beside_rate_s(steps[prefills], features[prefills, TOKENS], seconds[prefills])
-        took_s = float(seconds[prefills].sum())
-        tokens_s = max(0.1 * took_s, took_s - fixed_s * float(steps[prefills].sum()))
-        rate = tokens_s / float(features[prefills, TOKENS].sum())
-        self.cost = StepCost(0.0, 0.0, fixed_s, rate, 0.0, _DECODE_RATIO * fixed_s)
+        prompts = features[prefills]
+        others_s = fixed_s * (steps[prefills] + _DECODE_RATIO * prompts[:, DECODES])
+        rate, square = _rate(prompts, seconds[prefills], others_s, noise[prefills], weights[prefills])
+        self.cost = StepCost(0.0, 0.0, fixed_s, rate, square, _DECODE_RATIO * fixed_s)
         self.basis = Basis.RATE
 
     def _fit_curve(self) -> tuple[Array, int]:
@@ -424,6 +424,21 @@ class PrefillCost:
         return _bend(fit, found, columns, bends)
 
 
+def _rate(features: Array, seconds: Array, others_s: Array, noise: Array, weights: Array) -> tuple[float, float]:
+    """What a token takes, and a token squared, if prompts of unlike lengths show that; else the mean of all tokens.
+    `others_s` is what of each sample's seconds went to steps and decodes."""
+    tokens, squares = features[:, TOKENS], features[:, SQUARES]
+    reach = squares / tokens
+    if len(tokens) >= _SQUARE_MIN_SAMPLES and reach.max() > _SQUARE_MIN_RATIO * reach.min():
+        columns = [TOKENS, SQUARES]
+        prefill_s = np.maximum(_LEAST_PREFILL * seconds, seconds - others_s)
+        found = Fit(features, prefill_s, weights, noise, columns).chosen(columns)
+        if found[TOKENS] > 0 and found[SQUARES] > 0:
+            return float(found[TOKENS]), float(found[SQUARES])
+    took_s = float(seconds.sum())
+    return max(_LEAST_PREFILL * took_s, took_s - float(others_s.sum())) / float(tokens.sum()), 0.0
+
+
 def _step_beside_rate_s(steps: Array, tokens: Array, seconds: Array) -> float:
     """What a step takes, where each sample is of steps and of tokens at a rate; 0 where they cannot be told apart."""
     parts = np.stack([steps, tokens], axis=1) / seconds[:, None]
@@ -437,6 +452,10 @@ def _step_beside_rate_s(steps: Array, tokens: Array, seconds: Array) -> float:
 
 _BENT = FEATURES - len(BENDS)  # the first of their columns
 _COLLINEAR = 100.0
+# Of a sample with prefill in it so much is prefill, whatever steps and decodes should take.
+_LEAST_PREFILL = 0.1
+# A rate has a square as well where so many samples reach unlike far.
+_SQUARE_MIN_SAMPLES, _SQUARE_MIN_RATIO = 8, 4.0
 _NO_BENDS = (0.0,) * len(BENDS)
 # Grades are off for many reasons; this much in one direction, four times in a row, has one.
 _GRADE_DRIFT = 0.3

@@ -234,6 +234,7 @@ class Observer:
         return self._foreseen
 
     def play(self, recording: Recording) -> list[Outcome]:
+        self.fleet.clear(_WORKER)  # the engine begins with an empty cache
         naive, predicted, asked_s, at, outcomes = naive_s(recording), {}, {}, {}, []
         offset_s, arrivals = self.offset_s, recording.work.arrivals
         passing = {n for n, draw in enumerate(np.random.default_rng(3).random(len(arrivals))) if draw < self.bypass}

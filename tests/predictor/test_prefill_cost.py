@@ -194,6 +194,37 @@ def test_a_few_samples_give_one_rate_of_all_their_work_over_all_their_time() -> 
     assert cost.cost.alone_s(0, 500, BUDGET) == pytest.approx(500 * 0.8 / 4000)
 
 
+def test_before_there_is_a_curve_decode_steps_beside_prefill_are_no_part_of_the_rate() -> None:
+    # 200 that decode for 15 ms a step, and between two signs of life a prompt and forty such steps: 30 us a token.
+    cost = PrefillCost(LearningPolicy())
+    for _ in range(10):
+        cost.add_steps(StepSample(0.015, 0, 0, 200))
+    for tokens in (20_000, 1000, 5000):
+        cost.add_steps(StepSample(0.005 + 30e-6 * tokens + 40 * 0.015, tokens, tokens**2, 40 * 200, steps=41))
+        assert cost.basis is Basis.RATE
+        assert cost.cost.per_token_s == pytest.approx(30e-6, rel=0.2)
+
+
+def test_before_there_is_a_curve_giants_show_that_their_tokens_take_longer() -> None:
+    cost = PrefillCost(LearningPolicy())
+    for tokens in (60_000, 150_000, 250_000, 1000, 90_000, 2000, 200_000, 120_000, 500):
+        cost.add_steps(StepSample(0.005 + 30e-6 * tokens + 37e-12 * tokens**2, tokens, tokens**2, 0))
+    assert cost.basis is Basis.RATE
+    for tokens in (1000, 60_000, 300_000):
+        assert cost.cost.tokens_s(0, tokens) == pytest.approx(30e-6 * tokens + 37e-12 * tokens**2, rel=0.15, abs=0.01)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_in_short_prompts_is_no_square_that_prices_a_giant(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cost = PrefillCost(LearningPolicy())
+    for tokens in rng.integers(200, 12_000, 20).tolist():
+        took_s = (0.005 + 30e-6 * tokens) * float(rng.lognormal(0.0, 0.1))
+        cost.add_steps(StepSample(took_s, tokens, tokens**2, 0))
+    assert cost.basis is Basis.RATE
+    assert cost.cost.tokens_s(0, 100_000) == pytest.approx(3.0, rel=0.8)
+
+
 def test_learned_means_eight_samples_whose_longest_is_four_times_the_shortest() -> None:
     cost = PrefillCost(LearningPolicy())
     for number in range(7):
