@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from predictor import shadow
 from predictor.admission import AdmissionPolicy, Limits, Mode
 from predictor.engines.vllm import Queue, Sequence, Settings
-from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec, _Race
+from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.prefill_cost import StepCost
 from predictor.prompt import BlockHasher, Prompt
+from predictor.race import Race
 from predictor.routing import Prefer
 from predictor.run_forward import Budget, RunForward, whole_output
 from predictor.shadow import Shadow
@@ -289,7 +290,7 @@ def test_in_a_large_pool_nobody_who_was_not_priced_would_have_been_sooner() -> N
         prompt, wish = Prompt(tokens, exact=True), Wish(f"t{number}", now_s, prefer=Prefer.LATENCY)
         exact_s = {}
         if number % 50 == 49:
-            race = _Race(home, list(home.workers.values()), prompt, wish, Limits(), fleet._tickets, now_s)
+            race = Race(home, list(home.workers.values()), prompt, wish, Limits(), fleet._tickets, now_s)
             for name, worker in home.workers.items():
                 found = race._prospect(worker, worker.shadow.timeline(now_s), Budget(10**9))
                 exact_s[name] = found.forecast.ttft_s
@@ -363,7 +364,7 @@ def test_a_request_that_is_placed_by_an_old_timeline_is_priced_as_by_a_new_one_b
             decoding[name].append(waiting[name].popleft())
             fleet.first_token(decoding[name][-1], None, now_s)
         prompt, wish = Prompt(2000, exact=True), Wish(f"t{number}", now_s)
-        race = _Race(home, list(home.workers.values()), prompt, wish, Limits(), fleet._tickets, now_s)
+        race = Race(home, list(home.workers.values()), prompt, wish, Limits(), fleet._tickets, now_s)
         exact_s = {}
         for name, worker in home.workers.items():
             sight = worker.shadow._look(worker.shadow.begins_s(now_s))
