@@ -14,7 +14,7 @@ import msgspec.inspect
 import yaml
 
 from predictor.admission import BOUND_MAX_S, BOUND_MIN_S, TTFT_BOUND_MAX_S, TTFT_BOUND_MIN_S
-from predictor.engines import reuse
+from predictor.engines import reuse, tensorrt_llm
 from predictor.engines.vllm import Settings
 from predictor.kv_events import Tier
 from predictor.pool_cache import CacheSpec
@@ -181,7 +181,7 @@ class EngineSettings(_Section, frozen=True):
     long_prefill_token_threshold_adaptive: bool = False
     draft_slots: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    enable_chunked_prefill: bool = True
+    enable_chunked_prefill: bool | None = None
     max_model_len: _Positive | None = None
     async_scheduling: bool | None = None
     schedule_conservativeness: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
@@ -195,15 +195,20 @@ class EngineSettings(_Section, frozen=True):
     disable_priority_preemption: bool = False
     device: Literal["gpu-160gib", "gpu-70gib", "gpu", "cpu"] = "gpu-70gib"
 
-    def for_engine(self, family: Literal["vllm", "sglang"] = "vllm") -> Settings:
-        """SGLang overlaps its steps by default as well; its own page tells if it does not."""
+    def for_engine(self, family: Literal["vllm", "sglang", "tensorrt_llm"] = "vllm") -> Settings:
+        """SGLang and TensorRT-LLM overlap their steps by default as well; SGLang's own page tells if it does not."""
         tokens, seqs = _BATCH_DEFAULTS[self.device]
         told = msgspec.structs.asdict(self)
         del told["device"]
         told["max_num_batched_tokens"] = self.max_num_batched_tokens or tokens
         told["max_num_seqs"] = self.max_num_seqs or seqs
         if self.async_scheduling is None:
-            told["async_scheduling"] = family == "sglang" or self.device != "cpu"
+            told["async_scheduling"] = family != "vllm" or self.device != "cpu"
+        if family == "tensorrt_llm":
+            told["max_num_batched_tokens"] = self.max_num_batched_tokens or tensorrt_llm.MAX_NUM_TOKENS
+            told["max_num_seqs"] = self.max_num_seqs or tensorrt_llm.MAX_BATCH_SIZE
+        if self.enable_chunked_prefill is None:
+            told["enable_chunked_prefill"] = family != "tensorrt_llm"
         return Settings(**told, family=family)
 
     @property
@@ -219,11 +224,16 @@ _SGLANGS_OWN = (
 )  # fmt: skip
 
 
+_NOT_TENSORRT_LLMS = (
+    "long_prefill_token_threshold", "long_prefill_token_threshold_adaptive", "scheduling_policy", "draft_slots",
+)  # fmt: skip
+
+
 class CacheConfig(_Section, frozen=True):
     """What an engine does not tell of its cache. `rule` is the engine family whose rules of reuse
     and of scheduling hold."""
 
-    rule: Literal["vllm", "sglang"] = "vllm"
+    rule: Literal["vllm", "sglang", "tensorrt_llm"] = "vllm"
     speculative: bool = False
     cache_hit_alignment: Annotated[int, msgspec.Meta(ge=0)] = 0
     host_blocks: _Positive | None = None
@@ -534,7 +544,13 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
                 if getattr(worker.settings, key) != getattr(_DEFAULTS, key) and worker.cache.rule != "sglang":
                     yield (
                         f"pools[{number}].workers[{index}].settings.{key}",
-                        "only SGLang has it: cache.rule must be sglang then, and is vllm",
+                        f"only SGLang has it: cache.rule must be sglang then, and is {worker.cache.rule}",
+                    )
+            for key in _NOT_TENSORRT_LLMS:
+                if getattr(worker.settings, key) != getattr(_DEFAULTS, key) and worker.cache.rule == "tensorrt_llm":
+                    yield (
+                        f"pools[{number}].workers[{index}].settings.{key}",
+                        "TensorRT-LLM (cache.rule tensorrt_llm) is followed without it: leave it out",
                     )
             for key in ("kv_events", "kv_replay"):
                 last = _last_port(getattr(worker, key), worker.data_parallel_ranks or 1)

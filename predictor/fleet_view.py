@@ -50,6 +50,7 @@ def _worker_view(pool: Pool, worker: Worker, now_s: float, budget: Budget) -> di
         "reuse_correction": pool.cache.correction(worker.spec.name).view(),
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "async_scheduling": settings.async_scheduling,
+        "step_rule": settings.family,
         "tokens_per_decode": round(shadow.drafting.gain, 3),
         "drafted_per_decode": round(shadow.drafting.drafted, 3),
         "token_budget_doubt": pool.budget_doubt(worker).value,

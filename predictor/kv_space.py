@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from predictor.engines.tensorrt_llm import reserved_blocks
 from predictor.engines.vllm import Queue, Sequence, Settings, reusable_tokens
 from predictor.output_lengths import LengthCurve
 from predictor.prefixes_ahead import PrefixesAhead, Share
@@ -58,8 +59,10 @@ class KvSpace:
             self._queue.free_blocks -= blocks
 
     def fit(self, seq: Sequence) -> None:
-        """It holds what it has computed, and no more."""
+        """It holds what it has computed, and no more; where that is kept for it, all that it may ever need."""
         blocks = max(0, -(-seq.computed // self.settings.block_size) - seq.shared_blocks)
+        if self.settings.family == "tensorrt_llm":
+            blocks = reserved_blocks(seq, self.settings)
         self.take(blocks - seq.blocks)
         seq.blocks = blocks
 

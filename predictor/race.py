@@ -216,7 +216,7 @@ class Race:
             trusted=worker.trusted,
             arrivals=worker.arrivals,
             budget=budget,
-            reserve_tokens=reserved_beside_prompt(worker.settings, self._wish.max_tokens),
+            reserve_tokens=reserved_beside_prompt(worker.settings, self._wish.max_tokens, prompt.token_count),
             # What is left of a full cache is what somebody holds.
             shared_blocks=reuse.device_tokens // worker.settings.block_size if is_crowded else 0,
             output_tokens=self._output_tokens,

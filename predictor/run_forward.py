@@ -16,6 +16,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+from predictor.engines.tensorrt_llm import reserved_blocks
 from predictor.engines.vllm import Queue, Sequence, Settings, chunk_cap
 from predictor.prefill_cost import StepCost
 from predictor.prefixes_ahead import Share
@@ -124,10 +125,10 @@ class _Late:
 
 
 # One that waits: prompt tokens, computed, generated, blocks that others hold when it is admitted and when it ends, its
-# whole output.
-_Waiting = tuple[int, int, int, int, int, int]
+# whole output, blocks that must be there for it beside those of its prompt.
+_Waiting = tuple[int, int, int, int, int, int, int]
 # One that decodes with no prefill ahead of it: the step before which it is gone, its number, its computed tokens less
-# the step's number, prompt tokens, shared blocks.
+# the step's number, prompt tokens, shared blocks. Where space is reserved, in place of the last less what it holds.
 _Decoder = tuple[int, int, int, int, int]
 
 
@@ -144,11 +145,10 @@ class RunForward:
     """Starts from the state after the steps that are under way; `work` counts what was done so far, in spans."""
 
     __slots__ = (
-        "_cap", "_chunked", "_cost", "_decode_size", "_decoders", "_drafted_steps", "_drafting",
-        "_ends", "_free", "_gate", "_gone", "_lag", "_late",
-        "_least_cap", "_limit", "_mark", "_order", "_phases", "_room", "_settings", "_size", "_slots", "_stack",
-        "_step", "_tokens", "_waiting", "_waiting_blocks", "_wanted", "_watermark", "_width", "clock_s", "first_open",
-        "gated", "spans", "work",
+        "_cap", "_chunked", "_cost", "_decode_size", "_decoders", "_drafted_steps", "_drafting", "_ends", "_free",
+        "_gate", "_gone", "_lag", "_late", "_least_cap", "_limit", "_mark", "_order", "_phases", "_reserves", "_room",
+        "_settings", "_size", "_slots", "_stack", "_step", "_tokens", "_waiting", "_waiting_blocks", "_wanted",
+        "_watermark", "_width", "clock_s", "first_open", "gated", "spans", "work",
     )  # fmt: skip
 
     def __init__(
@@ -177,6 +177,8 @@ class RunForward:
         # Asynchronous: a step is composed before the one ahead of it shows who has ended.
         self._lag = 1 if settings.async_scheduling else 0
         self._gate = queue.free_blocks is not None
+        # Who is let in has all the space that it may ever need, from then on to its end.
+        self._reserves = self._gate and settings.family == "tensorrt_llm"
         self._free = ENDLESS if queue.free_blocks is None else queue.free_blocks
         self._step = 0
         self._room = 0
@@ -263,7 +265,11 @@ class RunForward:
         if share is not None:
             shared = max(shared, min(seq.computed // self._size, share.with_any))
             later = share.with_later
-        return seq.prompt_tokens, seq.computed, seq.generated, shared, later, end
+        beside = 0
+        if self._reserves:
+            beside = reserved_blocks(seq, self._settings) + seq.shared_blocks
+            beside -= -(-(seq.prompt_tokens + seq.generated) // self._size)
+        return seq.prompt_tokens, seq.computed, seq.generated, shared, later, end, beside
 
     def rest_s(self, blocks: int) -> float:
         """From the last span to where one behind the queue would be let in, by the pace of the newer half of the spans.
@@ -281,6 +287,11 @@ class RunForward:
             if done > 0 and passed_s > 0:
                 return max(work_s, rest * passed_s / done)
         return work_s
+
+    @property
+    def cuts_prompts(self) -> bool:
+        """Whether who is let in may get a part of a step, and the rest later."""
+        return self._chunked
 
     @property
     def mean_step_s(self) -> float:
@@ -345,7 +356,7 @@ class RunForward:
             if running >= self._slots:
                 self.gated = blocked = True
                 break
-            prompt_tokens, computed, generated, shared, later, end = waiting[0]
+            prompt_tokens, computed, generated, shared, later, end, beside = waiting[0]
             left = prompt_tokens + generated - computed
             want = left if left < cap else cap
             if want > budget - slots:
@@ -355,12 +366,16 @@ class RunForward:
                 want = budget - slots
             if gate:
                 reserve = self._watermark if running else 0
-                if -(-(prompt_tokens + generated) // size) - shared + reserve > free:
+                need = -(-(prompt_tokens + generated) // size) - shared + beside
+                if need + reserve > free:
                     self.gated = blocked = True
                     break
-                free -= max(0, -(-(computed + want) // size) - shared)
+                free -= need if self._reserves else max(0, -(-(computed + want) // size) - shared)
             self._unqueue()
             late = _Late(prompt_tokens, computed, generated, shared - later, later, end)
+            if self._reserves:
+                late.blocks += need
+                self._free -= need
             self._late.append(late)
             chunks.append((late, want))
             running += 1
@@ -399,8 +414,8 @@ class RunForward:
         """Lists as one span the steps in which all decode, and the head of the queue finds no slot or no space.
 
         False if there is none of that kind now."""
-        prompt_tokens, _, generated, shared, _, _ = self._waiting[0]
-        whole = -(-(prompt_tokens + generated) // self._size) - shared + self._watermark
+        prompt_tokens, _, generated, shared, _, _, beside = self._waiting[0]
+        whole = -(-(prompt_tokens + generated) // self._size) - shared + beside + self._watermark
         gate, ends = self._gate, self._ends
         steps = looked_at = 0
         clock_s = self.clock_s
@@ -471,11 +486,11 @@ class RunForward:
     # Who waits, and who decodes
 
     def _queue(self, one: _Waiting, first: bool) -> None:
-        prompt_tokens, computed, generated, shared, _, _ = one
+        prompt_tokens, computed, generated, shared, _, _, beside = one
         left = prompt_tokens + generated - computed
         self._tokens += left
         self._wanted += min(left, self._least_cap)
-        self._waiting_blocks += -(-(prompt_tokens + generated) // self._size) - shared
+        self._waiting_blocks += -(-(prompt_tokens + generated) // self._size) - shared + beside
         if first:
             self._waiting.appendleft(one)
         else:
@@ -483,10 +498,10 @@ class RunForward:
 
     def _unqueue(self) -> int:
         """Takes the head out; returns the tokens that it has to compute."""
-        prompt_tokens, computed, generated, shared, _, _ = self._waiting.popleft()
+        prompt_tokens, computed, generated, shared, _, _, beside = self._waiting.popleft()
         left = prompt_tokens + generated - computed
         self._wanted -= min(left, self._least_cap)
-        self._waiting_blocks -= -(-(prompt_tokens + generated) // self._size) - shared
+        self._waiting_blocks -= -(-(prompt_tokens + generated) // self._size) - shared + beside
         return left
 
     def _settle(self) -> None:
@@ -499,10 +514,12 @@ class RunForward:
             place += 1
             self._decoders += 1
             since = self._in_steps(one.computed) - self._step
-            self._phases[since % self._decode_size] += 1
+            if not self._reserves:
+                self._phases[since % self._decode_size] += 1
             self._order += 1
             end = self._step + max(0, self._drafting.steps_to(one.end - one.generated)) + self._lag
-            decoder = (end, self._order, since, one.prompt_tokens, one.shared_blocks)
+            held = -one.blocks if self._reserves else one.shared_blocks
+            decoder = (end, self._order, since, one.prompt_tokens, held)
             heappush(self._ends, decoder)
             self._stack.append(decoder)
         if place:
@@ -517,6 +534,9 @@ class RunForward:
                 gone.discard(order)
                 continue
             self._decoders -= 1
+            if self._reserves:
+                self._free -= shared
+                continue
             self._phases[since % size] -= 1
             if self._gate:
                 self._free += -(-(since + step) // size) - shared
@@ -534,6 +554,8 @@ class RunForward:
 
     def _growth(self, steps: int) -> int:
         """Blocks that the counted decoders take in so many steps from now."""
+        if self._reserves:
+            return 0
         size, phases, step = self._decode_size, self._phases, self._step
         if steps == 1:
             return phases[-step % size]
@@ -634,7 +656,7 @@ class RunForward:
 
     def _preempt(self, prompt_tokens: int, computed: int, generated: int, end: int) -> None:
         self.gated = True
-        self._queue((prompt_tokens, int(computed * _KEPT_AFTER_PREEMPTION), generated, 0, 0, end), first=True)
+        self._queue((prompt_tokens, int(computed * _KEPT_AFTER_PREEMPTION), generated, 0, 0, end, 0), first=True)
 
     # One more behind all others
 
@@ -649,8 +671,8 @@ class RunForward:
         if waiting:
             if self._wanted > self._limit - self._decoders * self._width:
                 return
-            prompt_tokens, _, generated, shared, _, _ = waiting[-1]
-            if self._gate and -(-(prompt_tokens + generated) // self._size) - shared > self._free:
+            prompt_tokens, _, generated, shared, _, _, beside = waiting[-1]
+            if self._gate and -(-(prompt_tokens + generated) // self._size) - shared + beside > self._free:
                 return
         collections = [collection.copy() for collection in _collections_of(self)]
         self._mark = _numbers_of(self), collections, [late.copy() for late in self._late]

@@ -41,6 +41,7 @@ _MIN_OUTPUT_TOKENS = 8
 _RUNS: dict[str, tuple[Callable[..., Any], type[Timeline]]] = {
     "vllm": (RunForward, Timeline),
     "sglang": (PrefillFirst, PrefillFirstTimeline),
+    "tensorrt_llm": (RunForward, Timeline),
 }
 # A timeline without those whom a newcomer overtakes is listed for a first price where so many are before it.
 _GLANCED_AT = 100

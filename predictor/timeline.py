@@ -120,7 +120,7 @@ class Timeline:
 
         `blocks` is the KV space that must be free before it is admitted.
         """
-        place = self._entry(blocks, budget)
+        place = self._entry(blocks, budget, tokens)
         if place is None:
             return self._beyond(tokens, blocks)
         spans, ahead = self.spans, self._ahead
@@ -153,10 +153,11 @@ class Timeline:
             wanted - span.room_before if span.steps == ENDLESS else 0,
         )
 
-    def _entry(self, blocks: int, budget: Budget | None) -> int | None:
+    def _entry(self, blocks: int, budget: Budget | None, tokens: int = 1) -> int | None:
         """The place of the span in whose first step a newcomer of so many blocks is admitted; None if the budget does
-        not reach so far."""
+        not reach so far. Where prompts are not cut its tokens must fit as well."""
         ahead, spans = self._ahead, self.spans
+        room = 0 if ahead.cuts_prompts else tokens
         place = ahead.first_open
         while True:
             while place >= len(spans):
@@ -165,7 +166,7 @@ class Timeline:
                         budget.cut += 1
                     return None
             span = spans[place]
-            if (span.is_open and span.free_blocks >= blocks) or span.steps == ENDLESS:
+            if (span.is_open and span.free_blocks >= blocks and span.room >= room) or span.steps == ENDLESS:
                 return place
             place += 1
 

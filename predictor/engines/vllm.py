@@ -42,7 +42,7 @@ class Settings:
     draft_slots: int = 0  # tokens of a step that each request in it takes for its drafter (since 0.28)
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     watermark: float = 0.0  # part of all blocks that an admission must leave free while others run
-    family: Literal["vllm", "sglang"] = "vllm"  # whose step rule holds; see `sglang` for what these are called there
+    family: Literal["vllm", "sglang", "tensorrt_llm"] = "vllm"  # whose step rule holds; its file has its own names
     max_prefill_tokens: int = 16_384  # of a batch, SGLang
     schedule_conservativeness: float = 1.0  # SGLang: how much of outputs to come is kept free, as a multiple
     enable_mixed_chunk: bool = False  # SGLang: who decodes goes on beside prompts
@@ -56,7 +56,7 @@ class Settings:
     @property
     def usable_blocks(self) -> int | None:
         """Blocks that requests can hold: vLLM keeps one for itself; SGLang does not count the one that it keeps."""
-        if self.num_gpu_blocks is None or self.family == "sglang":
+        if self.num_gpu_blocks is None or self.family != "vllm":
             return self.num_gpu_blocks
         return self.num_gpu_blocks - 1
 
@@ -72,7 +72,7 @@ class Settings:
 
     def place(self, priority: int | None) -> int:
         """What a request with this `priority`, if it has one, waits by under the priority policy: less comes first."""
-        if self.family == "vllm":
+        if self.family != "sglang":
             return priority or 0
         if priority is None:
             priority = self.default_priority_value

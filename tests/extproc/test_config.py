@@ -142,10 +142,11 @@ def test_defaults_of_engines_are_those_of_the_predictor() -> None:
         (EngineSettings(async_scheduling=False), "vllm", False),
         (EngineSettings(device="cpu"), "sglang", True),
         (EngineSettings(async_scheduling=False), "sglang", False),
+        (EngineSettings(device="cpu"), "tensorrt_llm", True),
     ],
 )
 def test_steps_overlap_where_engines_do_it_by_default(
-    settings: EngineSettings, family: Literal["vllm", "sglang"], is_async: bool
+    settings: EngineSettings, family: Literal["vllm", "sglang", "tensorrt_llm"], is_async: bool
 ) -> None:
     assert settings.for_engine(family).async_scheduling is is_async
     assert ("async_scheduling" in settings.left_open) is (settings.async_scheduling is None)
@@ -653,6 +654,38 @@ def test_what_only_sglang_has_is_a_fault_in_a_worker_of_another_rule(setting: st
     told = parse_config(text % ("sglang", setting), "f").pools[0].workers[0].settings.for_engine("sglang")
     assert getattr(told, key) == yaml.safe_load(value)
     assert faults(text % ("sglang", f"{key}: -1"))[0].startswith(f"{place}: expected")
+
+
+LEAVE_OUT = "TensorRT-LLM (cache.rule tensorrt_llm) is followed without it: leave it out"
+TENSORRT_LLM = """pools:
+- name: p
+  workers:
+  - {name: w, endpoint: 'h:1', cache: {rule: tensorrt_llm}, settings: {%s}}
+"""
+
+
+def test_of_tensorrt_llm_the_defaults_are_its_own() -> None:
+    worker = parse_config(TENSORRT_LLM % "", "f").pools[0].workers[0]
+    told = worker.settings.for_engine(worker.cache.rule)
+    assert (told.family, told.max_num_batched_tokens, told.max_num_seqs) == ("tensorrt_llm", 8192, 2048)
+    assert (told.enable_chunked_prefill, told.async_scheduling) == (False, True)
+    given = "max_num_seqs: 7, max_num_batched_tokens: 99, enable_chunked_prefill: true"
+    told = parse_config(TENSORRT_LLM % given, "f").pools[0].workers[0].settings.for_engine("tensorrt_llm")
+    assert (told.max_num_batched_tokens, told.max_num_seqs, told.enable_chunked_prefill) == (99, 7, True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("scheduling_policy: priority", LEAVE_OUT),
+        ("long_prefill_token_threshold: 5", LEAVE_OUT),
+        ("draft_slots: 1", LEAVE_OUT),
+        ("enable_mixed_chunk: true", "only SGLang has it: cache.rule must be sglang then, and is tensorrt_llm"),
+    ],
+)
+def test_what_tensorrt_llm_does_not_have_is_a_fault(setting: str, why: str) -> None:
+    key = setting.partition(":")[0]
+    assert faults(TENSORRT_LLM % setting) == [f"f.yaml:4: pools[0].workers[0].settings.{key}: {why}"]
 
 
 @pytest.mark.parametrize(("granted_s", "hold_s", "longest"), [(0, 0.41, "0.4"), (5, 2.6, "2.5"), (0.5, 0.5, "0.4")])

@@ -82,7 +82,8 @@ def pool(fairness: FairnessPolicy | None = None, **admission: object) -> PoolPol
 
 @st.composite
 def engines(draw: st.DrawFn) -> Settings:
-    family: Literal["vllm", "sglang"] = "sglang" if draw(st.integers(0, 2)) == 2 else "vllm"
+    families: list[Literal["vllm", "sglang", "tensorrt_llm"]] = ["vllm", "vllm", "sglang", "tensorrt_llm"]
+    family = draw(st.sampled_from(families))
     return Settings(
         num_gpu_blocks=draw(st.sampled_from([None, 2_000, 20_000])),
         max_num_batched_tokens=draw(st.sampled_from([512, 2048, 8192])),
@@ -90,7 +91,9 @@ def engines(draw: st.DrawFn) -> Settings:
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1024])) if family == "vllm" else 0,
         long_prefill_token_threshold_adaptive=draw(st.booleans()),
         async_scheduling=draw(st.booleans()),
-        scheduling_policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])) if family == "vllm" else "fcfs",
+        scheduling_policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])) if family != "tensorrt_llm" else "fcfs",
+        priority_scheduling_preemption_threshold=draw(st.sampled_from([0, 10])),
+        enable_chunked_prefill=draw(st.booleans()),
         family=family,
         enable_mixed_chunk=family == "sglang" and draw(st.booleans()),
         prefill_decode_interval=draw(st.sampled_from([0, 0, 4])) if family == "sglang" else 0,
