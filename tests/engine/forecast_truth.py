@@ -91,12 +91,12 @@ class Accuracy:
         return f"{self.within_1s:.1%} / {self.within_10s:.1%} / {self.median_ratio:.2%}"
 
 
-def record(name: str, folder: Path, count: int | None = None, costs: Costs | None = None) -> Recording:
+def record(name: str, folder: Path, count: int | None = None) -> Recording:
     """Runs a workload through its engine, or reads what an earlier run wrote."""
-    work = workloads.workload(name, count, costs)
-    asked: dict[str, Any] = {"name": name, "count": count, "costs": asdict(costs) if costs else None}
+    work = workloads.workload(name, count)
+    asked: dict[str, Any] = {"name": name, "count": count}
     stem = "".join(char if char.isalnum() else "_" for char in name)
-    if count is not None or costs is not None:
+    if count is not None or name not in workloads.NAMES:
         stem += f"_{zlib.crc32(json.dumps(asked, sort_keys=True).encode()):08x}"
     path = folder / f"{stem}.msgpack"
     if not path.exists():
@@ -389,11 +389,13 @@ def main() -> None:
     parser.add_argument("--bound", type=float, metavar="SECONDS", help="on every other request: who would be refused?")
     parser.add_argument("--ways", type=int, metavar="SEED", help="requests, events and tokens are a while on their way")
     parser.add_argument("--bypass", type=float, default=0.0, help="share of requests that do not come through us")
+    parser.add_argument("--requests", type=int, metavar="COUNT", help="only the first so many of each workload")
     parser.add_argument("--dump", type=Path)
     parser.add_argument("workloads", nargs="*", default=workloads.NAMES)
     asked = parser.parse_args()
     for name in asked.workloads:
-        recording = record(name, asked.recordings or HOMES[workloads.workload(name).engine]() / "recordings")
+        folder = asked.recordings or HOMES[workloads.workload(name).engine]() / "recordings"
+        recording = record(name, folder, asked.requests)
         told_s = watching_s(recording)
         watcher = observer(recording, asked.true_costs, asked.lengths_told, asked.bound, asked.ways)
         watcher.clairvoyant_every, watcher.bypass = asked.clairvoyant, asked.bypass

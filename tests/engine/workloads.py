@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-TRACE = Path(__file__).parent / "trace_files" / "mooncake_conversation_head.jsonl.gz"
+TRACES = Path(__file__).parent / "trace_files"
 TRACE_BLOCK = 512  # tokens that one hash id of the trace stands for
 VOCABULARY = 128
 Tokens = npt.NDArray[np.uint32]
@@ -114,17 +114,37 @@ class Workload:
     engine: Literal["vllm", "sglang"] = "vllm"
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What of a workload may be otherwise: its arrivals' seed, what a step costs, and where in its trace it begins.
+
+    Whoever sets a load keeps it: arrivals follow what an engine of these costs can do."""
+
+    seed: int | None = None
+    costs: Costs = field(default_factory=Costs)
+    begins_at: int = 0  # request of the trace
+
+    def rng(self, seed: int) -> np.random.Generator:
+        return np.random.default_rng(seed if self.seed is None else self.seed)
+
+
+Build = Callable[[Variant], Workload]
+
+
 def _trace(
-    scale: float, output_scale: float, count: int, longest: int
+    trace: str, scale: float, output_scale: float, begins_at: int, count: int, longest: int
 ) -> list[tuple[tuple[tuple[int, int], ...], int]]:
+    """A row without ids shares nothing with any other."""
     requests = []
     block = int(TRACE_BLOCK * scale)
-    with gzip.open(TRACE, "rt", encoding="utf-8") as lines:
-        for line in lines:
+    with gzip.open(TRACES / f"{trace}.jsonl.gz", "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
             row = json.loads(line)
             length = int(row["input_length"] * scale)
-            if not 0 < length <= longest:
+            if not 0 < length <= longest or number < begins_at:
                 continue
+            if "hash_ids" not in row:
+                row["hash_ids"] = [(9_000_000 + number) * 1000 + place for place in range(-(-length // block))]
             ids = row["hash_ids"][: -(-length // block)]
             pieces = [(int(seed), block) for seed in ids[:-1]]
             pieces.append((int(ids[-1]), length - block * (len(ids) - 1)))
@@ -134,8 +154,8 @@ def _trace(
     return requests
 
 
-def _poisson(seed: int, count: int, per_s: float) -> list[float]:
-    times: list[float] = np.cumsum(np.random.default_rng(seed).exponential(1.0 / per_s, count)).tolist()
+def _poisson(rng: np.random.Generator, count: int, per_s: float) -> list[float]:
+    times: list[float] = np.cumsum(rng.exponential(1.0 / per_s, count)).tolist()
     return times
 
 
@@ -147,18 +167,19 @@ def traced(
     count: int = 1000,
     seed: int = 1,
     output_scale: float = 1.0,
-) -> Callable[[], Workload]:
-    """The Mooncake conversation trace with Poisson arrivals. Load 1 is as many requests a second as the engine gets
-    through when its cache is always full, with nothing reused."""
+    trace: str = "mooncake_conversation_head",
+) -> Build:
+    """A trace, by default Mooncake's of conversations, with Poisson arrivals. Load 1 is as many requests a second as
+    the engine gets through when its cache is always full, with nothing reused."""
 
-    def build() -> Workload:
-        requests = _trace(scale, output_scale, count, longest=300_000)
+    def build(variant: Variant) -> Workload:
+        requests = _trace(trace, scale, output_scale, variant.begins_at, count, longest=300_000)
         settings = EngineSettings(
             num_gpu_blocks=cache_tokens // 16 + 1,
             max_model_len=min(310_000, cache_tokens),
             long_prefill_token_threshold=threshold,
         )
-        costs = Costs()
+        costs = variant.costs
         lengths = [sum(size for _, size in pieces) for pieces, _ in requests]
         beside = cache_tokens / (float(np.mean(lengths)) + float(np.mean([out for _, out in requests])) / 2)
         decode_step_s = costs.step_s + costs.per_decode_s * beside
@@ -168,19 +189,18 @@ def traced(
             + out * decode_step_s / beside
             for length, (_, out) in zip(lengths, requests, strict=True)
         ]
-        times = _poisson(seed, len(requests), load / float(np.mean(work_s)))
+        times = _poisson(variant.rng(seed), len(requests), load / float(np.mean(work_s)))
         arrivals = (Arrival(at_s, pieces, out) for at_s, (pieces, out) in zip(times, requests, strict=True))
         return Workload("", settings, tuple(arrivals), costs)
 
     return build
 
 
-def giants(threshold: int, rounds: int = 60, seed: int = 2) -> Callable[[], Workload]:
+def giants(threshold: int, rounds: int = 60, seed: int = 2) -> Build:
     """A giant, and one to eight small prompts while it is being prefilled; then the next."""
 
-    def build() -> Workload:
-        rng = np.random.default_rng(seed)
-        costs = Costs()
+    def build(variant: Variant) -> Workload:
+        rng, costs = variant.rng(seed), variant.costs
         arrivals, begin_s, fresh = [], 1.0, 1_000_000
         for _ in range(rounds):
             giant = int(rng.integers(60_000, 250_000))
@@ -199,20 +219,24 @@ def giants(threshold: int, rounds: int = 60, seed: int = 2) -> Callable[[], Work
     return build
 
 
-def decodes(
-    budget: int, slots: int, async_scheduling: bool, prompts: int = 150, seed: int = 3
-) -> Callable[[], Workload]:
+def decodes(budget: int, slots: int, async_scheduling: bool, prompts: int = 150, seed: int = 3) -> Build:
     """200 requests that decode for long, and prompts of up to 30K tokens beside them."""
 
-    def build() -> Workload:
-        rng = np.random.default_rng(seed)
+    def build(variant: Variant) -> Workload:
+        rng = variant.rng(seed)
+        # As busy as it is at the usual costs, a prompt in steps of half the budget.
+        slower = _beside_decodes_s(variant.costs, budget) / _beside_decodes_s(Costs(), budget)
         arrivals = [
-            Arrival(0.05 * number, ((2_000_000 + number, int(rng.integers(50, 400))),), int(rng.integers(1500, 6000)))
+            Arrival(
+                0.05 * slower * number,
+                ((2_000_000 + number, int(rng.integers(50, 400))),),
+                int(rng.integers(1500, 6000)),
+            )
             for number in range(200)
         ]
-        at_s = 12.0
+        at_s = 12.0 * slower
         for number in range(prompts):
-            at_s += float(rng.exponential(1.2))
+            at_s += float(rng.exponential(1.2 * slower))
             length = int(rng.integers(1000, 30_000))
             arrivals.append(Arrival(at_s, ((3_000_000 + number, length),), int(rng.integers(20, 600))))
         settings = EngineSettings(
@@ -221,32 +245,40 @@ def decodes(
             max_num_seqs=slots,
             async_scheduling=async_scheduling,
         )
-        return Workload("", settings, tuple(arrivals))
+        return Workload("", settings, tuple(arrivals), variant.costs)
 
     return build
 
 
-def storm(count: int = 120, seed: int = 4) -> Callable[[], Workload]:
+def _beside_decodes_s(costs: Costs, budget: int) -> float:
+    """A prompt of usual length, beside the usual decodes."""
+    tokens, decoding = 15_000, 200
+    steps = max(1, tokens // max(1, min(8192, budget) - decoding))
+    return costs.chunk_s(0, tokens) + steps * (costs.step_s + decoding * costs.per_decode_s)
+
+
+def storm(count: int = 120, seed: int = 4) -> Build:
     """Outputs that outgrow a cache of 19K tokens: preemptions."""
 
-    def build() -> Workload:
-        rng = np.random.default_rng(seed)
+    def build(variant: Variant) -> Workload:
+        rng = variant.rng(seed)
         times = np.cumsum(rng.exponential(0.05, count)).tolist()
         arrivals = [
             Arrival(at_s, ((4_000_000 + n, int(rng.integers(100, 900))),), int(rng.integers(300, 1500)))
             for n, at_s in enumerate(times)
         ]
-        return Workload("", EngineSettings(num_gpu_blocks=1201, max_model_len=18_000), tuple(arrivals))
+        settings = EngineSettings(num_gpu_blocks=1201, max_model_len=18_000)
+        return Workload("", settings, tuple(arrivals), variant.costs)
 
     return build
 
 
-def conversations(count: int = 900, per_s: float = 8.0, seed: int = 6) -> Callable[[], Workload]:
+def conversations(count: int = 900, per_s: float = 8.0, seed: int = 6) -> Build:
     """Chats that share a few system prompts and grow by an answer and a question each turn; the next turn comes some
     twenty-five seconds later. Not all find their past in a cache of 400K tokens."""
 
-    def build() -> Workload:
-        rng = np.random.default_rng(seed)
+    def build(variant: Variant) -> Workload:
+        rng = variant.rng(seed)
         systems = [(5_000_000 + number, int(rng.integers(200, 4000))) for number in range(12)]
         arrivals: list[Arrival] = []
         begin_s, fresh = 0.0, 6_000_000
@@ -262,7 +294,7 @@ def conversations(count: int = 900, per_s: float = 8.0, seed: int = 6) -> Callab
                 at_s += 5.0 + float(rng.exponential(20.0))
         arrivals.sort(key=lambda arrival: arrival.at_s)
         settings = EngineSettings(num_gpu_blocks=25_001, max_model_len=64_000)
-        return Workload("", settings, tuple(arrivals[:count]))
+        return Workload("", settings, tuple(arrivals[:count]), variant.costs)
 
     return build
 
@@ -275,11 +307,11 @@ def bursts(
     tokens: int = 1280,
     slots: int = 8,
     **rules: Any,
-) -> Callable[[], Workload]:
+) -> Build:
     """A few small prompts at a time for a small engine, then nothing for long: everything that can be scarce is."""
 
-    def build() -> Workload:
-        rng = np.random.default_rng(seed)
+    def build(variant: Variant) -> Workload:
+        rng = variant.rng(seed)
         arrivals: list[Arrival] = []
         begin_s = 0.0
         while len(arrivals) < count:
@@ -304,16 +336,16 @@ def bursts(
             async_scheduling=overlap,
             **rules,
         )
-        return Workload("", settings, tuple(arrivals[:count]), engine="sglang")
+        return Workload("", settings, tuple(arrivals[:count]), variant.costs, engine="sglang")
 
     return build
 
 
-def alone(count: int = 24, seed: int = 7) -> Callable[[], Workload]:
+def alone(count: int = 24, seed: int = 7) -> Build:
     """Prompts of up to 60K tokens that have the engine to themselves; all but the first few begin as an earlier one."""
 
-    def build() -> Workload:
-        rng = np.random.default_rng(seed)
+    def build(variant: Variant) -> Workload:
+        rng = variant.rng(seed)
         arrivals: list[Arrival] = []
         for number in range(count):
             pieces = [(7_000_000 + number, int(rng.integers(1, 40_000)))]
@@ -321,47 +353,47 @@ def alone(count: int = 24, seed: int = 7) -> Callable[[], Workload]:
                 begun = arrivals[int(rng.integers(0, number))].pieces
                 pieces = [*begun[: int(rng.integers(1, 4))], (7_000_000 + number, int(rng.integers(1, 20_000)))][-4:]
             arrivals.append(Arrival(100.0 * number, tuple(pieces), int(rng.integers(1, 100))))
-        return Workload("", EngineSettings(num_gpu_blocks=40_001), tuple(arrivals))
+        return Workload("", EngineSettings(num_gpu_blocks=40_001), tuple(arrivals), variant.costs)
 
     return build
 
 
-def fair_shares(build: Callable[[], Workload]) -> Callable[[], Workload]:
+def fair_shares(build: Build) -> Build:
     """The threshold gives way to a fair share of a step."""
 
-    def built() -> Workload:
-        work = build()
+    def built(variant: Variant) -> Workload:
+        work = build(variant)
         return replace(work, settings=replace(work.settings, long_prefill_token_threshold_adaptive=True))
 
     return built
 
 
-def overlapped(build: Callable[[], Workload]) -> Callable[[], Workload]:
+def overlapped(build: Build) -> Build:
     """Asynchronous scheduling, as vLLM has it by default on GPUs since 0.14."""
 
-    def built() -> Workload:
-        work = build()
+    def built(variant: Variant) -> Workload:
+        work = build(variant)
         return replace(work, settings=replace(work.settings, async_scheduling=True))
 
     return built
 
 
-def speculative(build: Callable[[], Workload], tokens: int, accepted: float) -> Callable[[], Workload]:
+def speculative(build: Build, tokens: int, accepted: float) -> Build:
     """So many tokens are drafted for each that decodes, and some of them accepted."""
 
-    def built() -> Workload:
-        work = build()
+    def built(variant: Variant) -> Workload:
+        work = build(variant)
         settings = replace(work.settings, num_speculative_tokens=tokens)
         return replace(work, settings=settings, accepted=accepted)
 
     return built
 
 
-def by_priority(build: Callable[[], Workload], seed: int = 9, apart: int = 1) -> Callable[[], Workload]:
+def by_priority(build: Build, seed: int = 9, apart: int = 1) -> Build:
     """A third of the requests may overtake, and a third is overtaken. Priorities are so far `apart`."""
 
-    def built() -> Workload:
-        work = build()
+    def built(variant: Variant) -> Workload:
+        work = build(variant)
         priorities = np.random.default_rng(seed).integers(-1, 2, len(work.arrivals)).tolist()
         arrivals = tuple(
             replace(one, priority=apart * priority) for one, priority in zip(work.arrivals, priorities, strict=True)
@@ -371,18 +403,16 @@ def by_priority(build: Callable[[], Workload], seed: int = 9, apart: int = 1) ->
     return built
 
 
-def on_sglang(
-    build: Callable[[], Workload], overlap: bool = True, max_tokens_told: int | None = None, **rules: Any
-) -> Callable[[], Workload]:
-    def built() -> Workload:
-        work = build()
+def on_sglang(build: Build, overlap: bool = True, max_tokens_told: int | None = None, **rules: Any) -> Build:
+    def built(variant: Variant) -> Workload:
+        work = build(variant)
         settings = replace(work.settings, async_scheduling=overlap, **rules)
         return replace(work, engine="sglang", settings=settings, max_tokens_told=max_tokens_told)
 
     return built
 
 
-_WORKLOADS: dict[str, Callable[[], Workload]] = {
+_WORKLOADS: dict[str, Build] = {
     "long 0.8": traced(4, 0.8, 2_000_000),
     "long 0.8, threshold 2048": traced(4, 0.8, 2_000_000, threshold=2048),
     "long 1.0": traced(4, 1.0, 2_000_000),
@@ -391,6 +421,14 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "trace 0.8, threshold 2048": traced(0.5, 0.8, 400_000, threshold=2048),
     "trace 1.0": traced(0.5, 1.0, 400_000),
     "trace 1.3": traced(0.5, 1.3, 400_000),
+    "synthetic 0.8": traced(1, 0.8, 800_000, trace="mooncake_synthetic_head"),
+    "synthetic 1.3": traced(1, 1.3, 800_000, trace="mooncake_synthetic_head"),
+    "code 0.8": traced(1, 0.8, 100_000, trace="azure_code_head"),
+    "code 1.3": traced(1, 1.3, 100_000, trace="azure_code_head"),
+    "chat 0.8": traced(1, 0.8, 100_000, trace="azure_conversation_head"),
+    "chat 1.3": traced(1, 1.3, 100_000, trace="azure_conversation_head"),
+    "papers 0.8": traced(2, 0.8, 200_000, trace="arxiv_summarization_head"),
+    "papers 1.3": traced(2, 1.3, 200_000, trace="arxiv_summarization_head"),
     "giants": giants(0),
     "giants, threshold 1024": giants(1024),
     "decodes, budget 512": decodes(512, 256, False),
@@ -471,8 +509,46 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
 }
 NAMES = tuple(_WORKLOADS)
 
+_COSTS = Costs()
+# What the parts after a workload's name stand for, beside `seed NUMBER`.
+_OTHER_COSTS = {
+    "no squares": replace(_COSTS, per_token_squared_s=0.0),
+    "squares x4": replace(_COSTS, per_token_squared_s=4 * _COSTS.per_token_squared_s),
+    "tokens /10": replace(_COSTS, per_token_s=_COSTS.per_token_s / 10),
+    "tokens x10": replace(_COSTS, per_token_s=10 * _COSTS.per_token_s),
+    "steps of 1 ms": replace(_COSTS, step_s=0.001),
+    "steps of 30 ms": replace(_COSTS, step_s=0.030),
+    "bend at 32K": replace(_COSTS, bend_tokens=32_768),
+    "noise of 10 %": replace(_COSTS, noise=0.1),
+}
+_OTHER_SETTINGS: dict[str, Callable[[EngineSettings], EngineSettings]] = {
+    "async": lambda known: replace(known, async_scheduling=True),
+    "no overlap": lambda known: replace(known, async_scheduling=False),
+    "blocks of 32": lambda known: replace(
+        known, block_size=32, num_gpu_blocks=known.num_gpu_blocks * known.block_size // 32
+    ),
+    "budget 2048": lambda known: replace(known, max_num_batched_tokens=2048),
+    "threshold 1024": lambda known: replace(known, long_prefill_token_threshold=1024),
+    "longest prefix first": lambda known: replace(known, schedule_policy="lpm"),
+}
 
-def workload(name: str, count: int | None = None, costs: Costs | None = None) -> Workload:
-    """By name; `count` keeps only the first so many arrivals."""
-    built = _WORKLOADS[name]()
-    return replace(built, name=name, arrivals=built.arrivals[:count], costs=costs or built.costs)
+
+def workload(name: str, count: int | None = None) -> Workload:
+    """By name; `count` keeps only the first so many arrivals.
+
+    After the name may stand what is otherwise: "trace 0.8 | seed 2 | tokens x10 | async". Raises KeyError.
+    """
+    known, *others = name.split(" | ")
+    variant = Variant()
+    for other in others:
+        if other.startswith("seed "):
+            variant = replace(variant, seed=int(other.removeprefix("seed ")))
+        elif other.startswith("from "):
+            variant = replace(variant, begins_at=int(other.removeprefix("from ")))
+        elif other not in _OTHER_SETTINGS:
+            variant = replace(variant, costs=_OTHER_COSTS[other])
+    built = _WORKLOADS[known](variant)
+    for other in others:
+        if other in _OTHER_SETTINGS:
+            built = replace(built, settings=_OTHER_SETTINGS[other](built.settings))
+    return replace(built, name=name, arrivals=built.arrivals[:count])

@@ -341,8 +341,7 @@ def scheduler(work: Any, folder: Path) -> VirtualScheduler:
 
 def main() -> None:
     out, asked = Path(sys.argv[1]), json.loads(sys.argv[2])
-    costs = workloads.Costs(**asked["costs"]) if asked.get("costs") else None
-    work = workloads.workload(asked["name"], asked.get("count"), costs)
+    work = workloads.workload(asked["name"], asked.get("count"))
     begun = time.monotonic()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

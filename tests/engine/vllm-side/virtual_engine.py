@@ -262,8 +262,7 @@ def run(work: Any, model: str) -> tuple[list[Any], list[Any], dict[int, Any]]:
 
 def main() -> None:
     model, out, asked = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    costs = workloads.Costs(**asked["costs"]) if asked.get("costs") else None
-    work = workloads.workload(asked["name"], asked.get("count"), costs)
+    work = workloads.workload(asked["name"], asked.get("count"))
     begun = time.monotonic()
     records, steps, cached = run(work, model)
     out.parent.mkdir(parents=True, exist_ok=True)
