@@ -20,6 +20,7 @@ _DEVIATIONS = 4 * 1.25
 _NOISE_AT_FIRST, _NOISE_LEAST, _NOISE_RATE = 0.1, 0.005, 0.03
 _PER_MEDIAN_DEVIATION = 1.48
 _WHOLE_LEAST = 1e-3
+_NEW_SIDE = 0.5  # what is off by less than this part of a change is from before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,11 @@ class Drift:
             # Of the two in the middle the lesser: half of the samples being old is no change yet.
             level = min(ordered[count // 2 - 1], ordered[count // 2], key=abs)
             if abs(level) > max(least, _DEVIATIONS * self._noise / sqrt(count)):
-                newest = [self._errors[at] for at in range(len(self._errors) - count, len(self._errors))]
+                begins = len(self._errors) - count
+                # The oldest of them may still be from before, and would be taken with others of its time for new ones.
+                while self._errors[begins].off.beyond_noise / level < _NEW_SIDE:
+                    begins += 1
+                newest = [self._errors[at] for at in range(begins, len(self._errors))]
                 return Change(median(error.off.whole for error in newest), newest[0].number)
         return None
 

@@ -24,6 +24,14 @@ def test_four_samples_twice_as_long_are_a_change_and_three_are_none() -> None:
     assert found.since == 21
 
 
+def test_what_is_from_before_a_change_is_no_part_of_it() -> None:
+    # Three of four are enough, so the oldest of them may be of the old speed.
+    found = watched(*[0.0] * 20, *[log(2)] * 3).found()
+    assert found is not None
+    assert found.level == pytest.approx(log(2))
+    assert found.since == 21
+
+
 def test_one_stalled_among_four_is_none() -> None:
     assert watched(0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 3.0, 0.0).found() is None
 

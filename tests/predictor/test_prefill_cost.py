@@ -470,6 +470,52 @@ def test_a_busy_worker_at_another_speed_is_priced_right_within_five_steps_of_pre
     assert max(needed) <= (5 if not jitter else 12)
 
 
+def in_turns(cost: PrefillCost, truth: StepCost, rounds: int) -> None:
+    """Steps of one prompt and of decodes, in turns, as a worker of these costs shows them."""
+    for number in range(cost._samples.taken, cost._samples.taken + rounds):
+        n, decoding = LENGTHS[number % len(LENGTHS)], 20 + 6 * (number % 7)
+        cost.add_steps(StepSample(truth.step_s(n, n * n, decoding), n, n * n, decoding))
+        cost.add_steps(StepSample(truth.step_s(0, 0, decoding), 0, 0, decoding))
+
+
+def decode(cost: PrefillCost, truth: StepCost, steps: int) -> None:
+    for number in range(steps):
+        decoding = 20 + 6 * (number % 7)
+        cost.add_steps(StepSample(truth.step_s(0, 0, decoding), 0, 0, decoding))
+
+
+SLOWER = StepCost(0.0, 0.0, 2 * TRUTH.fixed_s, 2 * TRUTH.per_token_s, 2 * TRUTH.per_token_squared_s, 1e-4)
+SLOWER_DECODES = StepCost(0.0, 0.0, TRUTH.fixed_s, TRUTH.per_token_s, TRUTH.per_token_squared_s, 3e-4)
+
+
+@pytest.mark.parametrize("newest", [1, 2, 3])
+def test_four_decode_steps_that_take_twice_as_long_tell_of_prompts_as_well(newest: int) -> None:
+    # Whatever the last things before the change were: they are of the old speed, and not of the new one.
+    cost = PrefillCost(LearningPolicy())
+    in_turns(cost, TRUTH, 100)
+    decode(cost, TRUTH, newest)
+    in_turns(cost, TRUTH, 1)
+    decode(cost, SLOWER, 4)
+    for n in (700, 9000, 30_000):
+        assert cost.cost.tokens_s(0, n) == pytest.approx(SLOWER.tokens_s(0, n), rel=0.05)
+    assert cost.changes == 2
+    in_turns(cost, SLOWER, 20)
+    assert cost.changes == 2
+    assert cost.cost.step_s(9000, 9000**2, 3) == pytest.approx(SLOWER.step_s(9000, 9000**2, 3), rel=0.02)
+
+
+def test_where_only_decode_steps_have_changed_prompts_say_so_and_are_not_taken_along_again() -> None:
+    cost = PrefillCost(LearningPolicy())
+    in_turns(cost, TRUTH, 100)
+    decode(cost, SLOWER_DECODES, 6)
+    in_turns(cost, SLOWER_DECODES, 10)
+    assert cost.cost.tokens_s(0, 9000) == pytest.approx(TRUTH.tokens_s(0, 9000), rel=0.1)
+    in_turns(cost, SLOWER_DECODES, 100)
+    for truth in (TRUTH, SLOWER_DECODES, TRUTH):
+        decode(cost, truth, 6)
+        assert cost.cost.tokens_s(0, 9000) == pytest.approx(TRUTH.tokens_s(0, 9000), rel=0.1)
+
+
 @pytest.mark.parametrize("factor", [2.0, 0.5])
 def test_a_worker_that_shows_only_requests_alone_is_priced_right_after_four_of_them(factor: float) -> None:
     cost = taught([sample(n) for n in LENGTHS * 4])

@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 import time
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -107,15 +108,25 @@ def test_a_fleet_of_eight_is_run_again_twenty_times_as_fast_as_it_was() -> None:
     assert max(speeds) > 20
 
 
-@pytest.mark.parametrize("per_s", [1.0, 4.0])
+_SPEEDS: list[tuple[CostSettings, float]] = [
+    (QUICK, 1.0),
+    (QUICK, 4.0),
+    (replace(QUICK, prefill_ns_per_token2=0.0), 5.6),
+    (replace(QUICK, prefill_ns_per_token2=0.15), 0.8),
+    (replace(QUICK, prefill_us_per_token=300.0), 0.8),
+]
+
+
+@pytest.mark.parametrize(("cost", "per_s"), _SPEEDS)
 @pytest.mark.parametrize("factor", [2.0, 0.5])
 def test_an_engine_that_suddenly_runs_at_another_speed_is_priced_right_after_five_grades(
-    per_s: float, factor: float
+    cost: CostSettings, per_s: float, factor: float
 ) -> None:
+    """Whatever its steps cost, nearly idle and so busy that twice as slow is too slow."""
     changes_s = 250 / per_s
     records = record_fleet(
         np.random.default_rng(12),
-        [QUICK],
+        [cost],
         LIMITS,
         requests=400,
         per_s=per_s,
