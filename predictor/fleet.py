@@ -283,7 +283,7 @@ class Fleet:
         server = home.workers[chosen.worker]
         home.renewal.placed(server.shadow.timeline_is_fresh)
         hashes = home.cache.hashes(chosen.worker, prompt)
-        ticket = self._book(home, server, chosen, wish, hashes, now_s)
+        ticket = self._book(home, server, chosen, wish, hashes, race.may_find(server), now_s)
         ticket.would_refuse = refusal
         expected = race.reuse(server)
         home.cache.book(chosen.worker, ticket.id, prompt, expected.by_rule, expected.promised)
@@ -333,7 +333,7 @@ class Fleet:
         race.renew()
         priced, reuse = race.prospects[0].forecast, race.reuse(server)
         hashes = home.cache.hashes(worker, prompt)
-        ticket = self._book(home, server, priced, wish, hashes, now_s)
+        ticket = self._book(home, server, priced, wish, hashes, race.may_find(server), now_s)
         home.cache.book(worker, ticket.id, prompt, reuse.by_rule, reuse.promised)
         return ticket
 
@@ -545,7 +545,14 @@ class Fleet:
             self._reviews.append((home.policy.name, review))
 
     def _book(
-        self, home: Pool, worker: Worker, priced: Forecast, wish: Wish, hashes: BlockHashes, now_s: float
+        self,
+        home: Pool,
+        worker: Worker,
+        priced: Forecast,
+        wish: Wish,
+        hashes: BlockHashes,
+        may_find: int,
+        now_s: float,
     ) -> Ticket:
         shadow = worker.shadow
         solo = not shadow.prefilling and not worker.foreign_load
@@ -579,6 +586,7 @@ class Fleet:
             hashes=hashes,
             draws=drawn,
             priority=worker.settings.place(wish.priority),
+            may_find=may_find,
         )
         shadow.book(seq, now_s)
         worker.arrivals.add(now_s, priced.prompt_tokens - priced.cached_tokens)

@@ -7,7 +7,7 @@ place.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -21,8 +21,11 @@ from predictor.prompt import BlockHashes
 _WAITS = 1 << 40
 # Of requests that begin like another, those that are asked whether they last until its turn.
 _OWNERS_LOOKED_AT = 64
-# What lasts with less certainty is not counted on: among workers that which promises too much is chosen.
-_MAY_BE_GONE = 1 / 3
+# What lasts with less certainty is not counted on for a newcomer: among workers that which promises too much is chosen.
+# Of those who wait, whom nobody chooses any more, what is more likely is taken to be so.
+_MAY_BE_GONE, _MAY_BE_GONE_BEHIND = 1 / 3, 1 / 2
+# So many of those who wait are looked at again at once, and for each so many who hold the same; all have their turns.
+_RECONSIDERED, _OWNERS_RECONSIDERED = 8, 16
 
 
 class KvSpace:
@@ -43,6 +46,9 @@ class KvSpace:
         self._sequences = sequences
         self._prefixes = PrefixesAhead()
         self._cached_blocks = cached_blocks
+        self._steps_a_block = 0.0  # how long it takes until who waits has so much space; 0: nobody has asked yet
+        self._turn = 0
+        self._holders: dict[str, list[tuple[str, int]]] = {}  # of who waits: who was ahead of it, and blocks in common
 
     def add(self, seq: Sequence, reused_blocks: int | None = None) -> None:
         self._prefixes.add(seq.id, np.asarray(seq.hashes, np.uint64), reused_blocks)
@@ -50,6 +56,7 @@ class KvSpace:
     def remove(self, seq: Sequence) -> None:
         """It is neither in the queue nor among the sequences any more: what it held is free, or others' from now on."""
         self._prefixes.remove(seq.id)
+        self._holders.pop(seq.id, None)
         if seq.blocks and self._queue.free_blocks is not None and len(seq.hashes):
             self._pass_on(seq)
         self.take(-seq.blocks)
@@ -113,25 +120,82 @@ class KvSpace:
 
         Nothing stays cached but what somebody still holds or has held until shortly before.
         """
-        wanted = self.waiting_blocks()
-        stays = steps * max(0, self._queue.free_blocks or 0) / wanted  # steps until what nobody holds is taken
-        steps_until: dict[str, float] | None = None  # who waits is admitted
+        self._steps_a_block = steps / self.waiting_blocks()
+        holders = itertools.islice(self._prefixes.nearest(hashes), _OWNERS_LOOKED_AT)
+        return min(blocks, self._lasts(holders, steps, _Admissions(self, self._steps_a_block), curve, _MAY_BE_GONE))
+
+    def reconsider(self, curve: LengthCurve) -> bool:
+        """Looks again at what some of those who wait will find when their turn comes: by now it is known better who of
+        those ahead of them still holds it then. True if that is not what was expected."""
+        free, size = self._queue.free_blocks, self.settings.block_size
+        if free is None or not self._steps_a_block or not self.crowded:
+            return False
+        hopeful = [seq for seq in self._queue.waiting if seq.may_find and not seq.generated]
+        if not hopeful:
+            return False
+        admissions, found = _Admissions(self, self._steps_a_block), False
+        for at in range(min(_RECONSIDERED, len(hopeful))):
+            seq = hopeful[(self._turn + at) % len(hopeful)]
+            steps, before = admissions.of(seq.id)
+            if before <= free:
+                continue  # nothing has to go before its turn
+            blocks = self._lasts(self._holders_ahead(seq), steps, admissions, curve, _MAY_BE_GONE_BEHIND)
+            tokens = min(seq.may_find, reusable_tokens(blocks, size, seq.prompt_tokens))
+            if tokens != seq.computed:
+                self._credit(seq, tokens)
+                found = True
+        self._turn += _RECONSIDERED
+        return found
+
+    def _lasts(
+        self,
+        holders: Iterable[tuple[str, int]],
+        steps: float,
+        admissions: _Admissions,
+        curve: LengthCurve,
+        may_be_gone: float,
+    ) -> int:
+        """Leading blocks that one of these who are ahead still holds in so many steps, or has held until shortly before.
+
+        Who has the most in common comes first."""
+        stays = admissions.steps_a_block * max(
+            0, self._queue.free_blocks or 0
+        )  # steps until what nobody holds is taken
         gone = 1.0
-        for looked_at, (seq_id, common) in enumerate(self._prefixes.nearest(hashes)):
-            if looked_at == _OWNERS_LOOKED_AT:
-                break
+        for seq_id, common in holders:
             seq = self._sequences[seq_id]
             left = steps - stays
             if not seq.generated and not seq.blocks:
-                if steps_until is None:
-                    steps_until = self._steps_until_admitted(steps / wanted)
-                left -= steps_until.get(seq_id, 0.0)
+                admitted, _ = admissions.of(seq_id)
+                if admitted > steps:
+                    continue  # overtaken
+                left -= admitted
             ends = seq.generated + max(0, int(left * self._queue.drafting.gain))
             if seq.max_output is None or ends < seq.max_output:
                 gone *= 1.0 - curve.longer(ends) / (curve.longer(seq.generated) or 1.0)
-            if gone <= _MAY_BE_GONE:
-                return min(blocks, common)
+            if gone <= may_be_gone:
+                return common
         return 0
+
+    def _holders_ahead(self, seq: Sequence) -> list[tuple[str, int]]:
+        """Some of those who came before it and are still there, by what they have in common with it, most first."""
+        known = self._holders.get(seq.id)
+        left = [one for one in known if one[0] in self._sequences] if known is not None else []
+        if not left and (known is None or known):
+            ahead = (
+                one
+                for one in itertools.islice(self._prefixes.nearest(seq.hashes), _OWNERS_LOOKED_AT)
+                if self._sequences[one[0]].arrived < seq.arrived
+            )
+            left = list(itertools.islice(ahead, _OWNERS_RECONSIDERED))
+        self._holders[seq.id] = left
+        return left
+
+    def _credit(self, seq: Sequence, tokens: int) -> None:
+        """What one that waits is expected to find, of which others hold all: nothing else stays."""
+        seq.computed = tokens
+        seq.shared_blocks = tokens // self.settings.block_size
+        self._prefixes.credit(seq.id, seq.shared_blocks)
 
     def lower_credits(self, gone: Sequence) -> None:
         """Who waits, and was to find what this one held, will not, where the queue before it takes more than is free
@@ -158,6 +222,7 @@ class KvSpace:
             if kept < credited:
                 seq.computed = kept * size
                 seq.shared_blocks = min(seq.shared_blocks, kept)
+                self._prefixes.credit(seq.id, kept)
 
     def shares(self, ends: Mapping[str, int]) -> Mapping[str, Share]:
         """Which blocks of those in flight are not free when they end, after so many tokens of output in all. Who waits
@@ -202,10 +267,26 @@ class KvSpace:
             tokens += seq.left
         return waits
 
-    def _steps_until_admitted(self, steps_a_block: float) -> dict[str, float]:
-        size, steps = self.settings.block_size, 0.0
+    def until_admitted(self, steps_a_block: float) -> dict[str, tuple[float, int]]:
+        """Of each that waits the steps until its turn, and the blocks that others ahead of it take by then."""
+        size, before = self.settings.block_size, 0
         until = {}
         for seq in self._queue.waiting:
-            until[seq.id] = steps
-            steps += steps_a_block * -(-(seq.prompt_tokens + seq.generated) // size)
+            until[seq.id] = steps_a_block * before, before
+            before += -(-(seq.prompt_tokens + seq.generated) // size)
         return until
+
+
+class _Admissions:
+    """When those who wait are admitted, if space comes at a pace; added up when somebody asks."""
+
+    def __init__(self, space: KvSpace, steps_a_block: float) -> None:
+        self.steps_a_block = steps_a_block
+        self._space = space
+        self._until: dict[str, tuple[float, int]] | None = None
+
+    def of(self, seq_id: str) -> tuple[float, int]:
+        """Steps from now, and blocks that others take before."""
+        if self._until is None:
+            self._until = self._space.until_admitted(self.steps_a_block)
+        return self._until.get(seq_id, (0.0, 0))

@@ -76,6 +76,20 @@ class PrefixesAhead:
                 del self._alike[first]
         return hashes
 
+    def credit(self, request_id: str, reused: int) -> None:
+        """It is expected to find so many leading blocks cached, and not what was expected when it came."""
+        hashes = self._hashes.get(request_id)
+        if hashes is None:
+            return
+        alike = self._alike[int(hashes[0])]
+        place = _place(alike, hashes) - 1
+        while alike[place].id != request_id:
+            place -= 1
+        if alike[place].reused != reused:
+            alike[place].reused = reused
+            self._find_common(alike, place - 1)
+            self._find_common(alike, place)
+
     def shares(self, ends: Mapping[str, float]) -> dict[str, Share]:
         """What each of those that share blocks shares, if they end in this order."""
         shares: dict[str, Share] = {}

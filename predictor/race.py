@@ -233,6 +233,14 @@ class Race:
         name = worker.spec.name
         return self._lasting.get(name) or self._found[name]
 
+    def may_find(self, worker: Worker) -> int:
+        """Tokens that it will reuse if nothing is pushed out before; 0 where what is pushed out comes back from a lower
+        tier, and so need not be followed."""
+        found = self._found[worker.spec.name]
+        if found.host_tokens or found.storage_tokens or not self._home.cache.computes_what_it_stores(worker.spec.name):
+            return 0
+        return found.device_tokens
+
     def _reuse_then(self, worker: Worker, timeline: Timeline | Guess, budget: Budget) -> Reuse:
         """What it would reuse now, less what will be gone by the time that it lets the request in."""
         name, size = worker.spec.name, worker.settings.block_size

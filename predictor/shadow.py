@@ -613,6 +613,8 @@ class Shadow:
         queue = self._queue if ahead is None else ahead
         sequences = self._sequences.values() if ahead is None else [*ahead.running, *ahead.waiting]
         curve = self._lengths(self._looked_s) if self._lengths is not None else None
+        if curve is not None and ahead is None and self._course.space.reconsider(curve):
+            self._course.counts_changed()
         if curve is not None:
             for seq in sequences:
                 if seq.generated >= seq.expected_output and seq.draws:

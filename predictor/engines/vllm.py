@@ -111,6 +111,7 @@ class Sequence:
     priority: int = 0  # where the engine goes by it: less comes first (`Settings.place`)
     arrived: int = 0  # in order
     booked: bool = True  # by us; else it is only known by its blocks, or by the engine's count
+    may_find: int = 0  # tokens: what it will find cached if all that was there or on its way when it came lasts
     output_hashes: list[int] = field(default_factory=list)  # of the full blocks after those, as they become known
     tried: bool = False  # SGLang: its admission was tried, and it was not let in
     credited: int = field(init=False)  # what it was expected to find cached when it came

@@ -108,3 +108,22 @@ def test_hundreds_of_copies_of_one_prompt_at_once_are_not_refused() -> None:
     after = fleet.place("m", prompt, Wish("after", now_s), now_s)
     assert isinstance(after, Grant)
     assert after.ticket.forecast.cached_tokens == 0
+
+
+@given(st.data(), PROMPTS)
+def test_who_is_credited_anew_shares_as_if_that_had_been_known_when_it_came(
+    data: st.DataObject, ahead: list[list[int]]
+) -> None:
+    known, told_later = PrefixesAhead(), PrefixesAhead()
+    for number, blocks in enumerate(ahead):
+        reused = data.draw(st.integers(0, len(blocks)))
+        known.add(str(number), chained(blocks), reused)
+        told_later.add(str(number), chained(blocks), data.draw(st.integers(0, len(blocks))))
+        if data.draw(st.booleans()):
+            told_later.credit(str(number), reused)
+        else:
+            told_later.remove(str(number))
+            told_later.add(str(number), chained(blocks), reused)
+    told_later.credit("unknown", 3)
+    ends = {str(number): float(end) for number, end in enumerate(data.draw(st.permutations(range(len(ahead)))))}
+    assert told_later.shares(ends) == known.shares(ends)
