@@ -136,10 +136,12 @@ class KvSpace:
         admissions, found = _Admissions(self, self._steps_a_block), False
         for at in range(min(_RECONSIDERED, len(hopeful))):
             seq = hopeful[(self._turn + at) % len(hopeful)]
-            steps, before = admissions.of(seq.id)
-            if before <= free:
-                continue  # nothing has to go before its turn
-            blocks = self._lasts(self._holders_ahead(seq), steps, admissions, curve, _MAY_BE_GONE_BEHIND)
+            (steps, before), holders = admissions.of(seq.id), self._holders_ahead(seq)
+            if before > free:
+                blocks = self._lasts(holders, steps, admissions, curve, _MAY_BE_GONE_BEHIND)
+            else:
+                # Nothing has to go before its turn, whoever ends until then.
+                blocks = max(seq.computed // size, holders[0][1] if holders else 0)
             tokens = min(seq.may_find, reusable_tokens(blocks, size, seq.prompt_tokens))
             if tokens != seq.computed:
                 self._credit(seq, tokens)
@@ -155,12 +157,11 @@ class KvSpace:
         curve: LengthCurve,
         may_be_gone: float,
     ) -> int:
-        """Leading blocks that one of these who are ahead still holds in so many steps, or has held until shortly before.
+        """Leading blocks that one of these who are ahead still holds in so many steps, or has held shortly before.
 
         Who has the most in common comes first."""
-        stays = admissions.steps_a_block * max(
-            0, self._queue.free_blocks or 0
-        )  # steps until what nobody holds is taken
+        # Steps until what nobody holds is taken.
+        stays = admissions.steps_a_block * max(0, self._queue.free_blocks or 0)
         gone = 1.0
         for seq_id, common in holders:
             seq = self._sequences[seq_id]

@@ -16,7 +16,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -323,7 +323,11 @@ class Observer:
 
 
 def _true_cost(true: Costs) -> StepCost:
-    return StepCost(0.0, 0.0, true.step_s, true.per_token_s, true.per_token_squared_s, true.per_decode_s)
+    cost = StepCost(0.0, 0.0, true.step_s, true.per_token_s, true.per_token_squared_s, true.per_decode_s)
+    if true.bend_tokens is None:
+        return cost
+    squared_s = cost.per_token_squared_s
+    return replace(cost, per_token_squared_s=0.0, per_token_bent_s=squared_s, bend_tokens=true.bend_tokens)
 
 
 def _order(work: Workload) -> dict[str, Any]:
@@ -391,9 +395,10 @@ def main() -> None:
     parser.add_argument("--bypass", type=float, default=0.0, help="share of requests that do not come through us")
     parser.add_argument("--requests", type=int, metavar="COUNT", help="only the first so many of each workload")
     parser.add_argument("--dump", type=Path)
-    parser.add_argument("workloads", nargs="*", default=workloads.NAMES)
+    parser.add_argument("--others", action="store_true", help="other arrivals, costs, settings and traces")
+    parser.add_argument("workloads", nargs="*", help='"NAME | seed 2 | tokens x10": see tests/engine/workloads.py')
     asked = parser.parse_args()
-    for name in asked.workloads:
+    for name in asked.workloads or (workloads.OTHERS if asked.others else workloads.NAMES):
         folder = asked.recordings or HOMES[workloads.workload(name).engine]() / "recordings"
         recording = record(name, folder, asked.requests)
         told_s = watching_s(recording)

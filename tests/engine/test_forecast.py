@@ -38,6 +38,8 @@ def told(name: str, watcher: Observer, outcomes: list[Outcome]) -> tuple[Accurac
         ("giants, threshold 1024, async", 150, 0.97, 0.02),
         ("trace 0.8, drafts", 300, 0.98, 0.06),
         ("trace 1.3, drafts", 300, 0.93, 0.06),
+        ("trace 0.8 | seed 3 | tokens /10", 300, 0.98, 0.02),
+        ("synthetic 1.3", 300, 0.98, 0.02),
         ("sglang giants", 150, 0.99, 0.02),
         ("sglang conversations", 300, 0.99, 0.05),
         ("sglang trace 1.3", 400, 0.98, 0.02),
@@ -141,6 +143,7 @@ def test_nobody_is_let_in_by_sglang_whom_the_shadow_has_wait(name: str, count: i
     [
         ("trace 0.8", 300),
         ("trace 1.3", 400),
+        ("trace 1.3 | seed 2 | squares x4 | blocks of 32", 300),
         ("trace 1.3, by priority", 300),
         ("giants, fair shares of 1024", 150),
         ("decodes, budget 512", 300),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -531,6 +531,21 @@ _OTHER_SETTINGS: dict[str, Callable[[EngineSettings], EngineSettings]] = {
     "threshold 1024": lambda known: replace(known, long_prefill_token_threshold=1024),
     "longest prefix first": lambda known: replace(known, schedule_policy="lpm"),
 }
+
+
+def _other_engines() -> Iterator[str]:
+    """The table of other arrivals, engines and traces in docs/performance.md."""
+    for name in ("trace 0.8", "trace 1.3", "trace 0.8, threshold 2048"):
+        yield from (f"{name} | seed {seed}" for seed in (2, 3, 4))
+    for other in (*_OTHER_COSTS, "blocks of 32", "budget 2048"):
+        yield from (f"trace {load} | {other}" for load in ("0.8", "1.3"))
+    yield from ("trace 1.3 | seed 2 | async", "long 1.3 | seed 2", "long 0.8 | seed 2 | squares x4")
+    for trace in ("synthetic", "code", "chat", "papers"):
+        yield from (f"{trace} {load}" for load in ("0.8", "1.3"))
+    yield from (f"sglang trace 1.3 | {other}" for other in ("seed 2", "squares x4", "tokens x10", "steps of 30 ms"))
+
+
+OTHERS = tuple(_other_engines())
 
 
 def workload(name: str, count: int | None = None) -> Workload:
