@@ -28,6 +28,7 @@ from predictor.grading import grade, judge_cache
 from predictor.hindsight import Review, Watched, review_shadow
 from predictor.interval import Calibration
 from predictor.kv_events import Batch
+from predictor.length_class import LengthClass
 from predictor.memory import VERSION, PoolMemory, WorkerMemory, fingerprint
 from predictor.output_lengths import draws
 from predictor.pool import Pool, PoolPolicy
@@ -103,7 +104,7 @@ class Fleet:
             cost.add_steps(sample)
             shadow.set_cost(cost.cost)
 
-        shadow = Shadow(spec.settings, cost.cost, learn, cached_blocks, home.length_curve, home.prompts.longer_than)
+        shadow = Shadow(spec.settings, cost.cost, learn, cached_blocks, home.lengths_at, home.prompts.longer_than)
         home.workers[spec.name] = Worker(spec, spec.settings, cost, shadow, Calibration(home.errors))
         self._pool_of[spec.name] = home
         home.cache.join(spec.name, spec.cache, spec.settings.block_size, spec.settings.num_gpu_blocks)
@@ -183,7 +184,7 @@ class Fleet:
 
     def pool_memory(self, pool: str) -> PoolMemory:
         home = self._pools[pool]
-        return PoolMemory(VERSION, pool, tuple(home.lengths.memory()), home.errors.memory())
+        return PoolMemory(VERSION, pool, home.lengths.memory(), home.errors.memory())
 
     def recall_pool(self, memory: PoolMemory) -> None:
         home = self._pools[memory.pool]
@@ -411,7 +412,7 @@ class Fleet:
         if usage.output_tokens is not None and ticket.first_token_at_s is not None:
             # Nobody generates more than was asked for, whatever is reported.
             seen = min(usage.output_tokens, ticket.wish.max_tokens or _MAX_OUTPUT_TOKENS, _MAX_OUTPUT_TOKENS)
-            home.lengths.ended(seen, ticket.wish.max_tokens, ticket.number)
+            home.lengths.ended(seen, ticket.wish.max_tokens, ticket.number, ticket.length_class)
         if not judged:
             return Ended(ticket, None, usage, learned_from=False)
         if usage.cached_tokens is None and seen_tokens is not None:
@@ -556,6 +557,7 @@ class Fleet:
     ) -> Ticket:
         shadow = worker.shadow
         solo = not shadow.prefilling and not worker.foreign_load
+        of = LengthClass.of(priced.prompt_tokens, wish.max_tokens)
         ticket = Ticket(
             id=wish.ticket_id,
             pool=home.policy.name,
@@ -567,15 +569,16 @@ class Fleet:
             solo=solo,
             decodes_beside=shadow.decoding,
             cost_changes=worker.cost.changes,
+            length_class=of,
             number=next(self._numbers),
-            kv_tokens=priced.prompt_tokens - priced.cached_tokens + home.expected_output(wish.max_tokens, now_s),
+            kv_tokens=priced.prompt_tokens - priced.cached_tokens + home.expected_output(of, wish.max_tokens, now_s),
         )
         if ticket.id in self._tickets:
             raise ValueError(f"ticket {ticket.id!r} is already in flight")
         worker.spoil_samples()
         # Drawn, not the mean: of requests that all are expected to be of the mean length, all would end at once.
         drawn = draws(self._rng, _FUTURES)
-        expected = home.length_curve(now_s).length(drawn[0], 0, wish.max_tokens)
+        expected = home.lengths_at(now_s).curve(of).length(drawn[0], 0, wish.max_tokens)
         seq = Sequence(
             ticket.id,
             priced.prompt_tokens,
@@ -585,6 +588,7 @@ class Fleet:
             max_output=wish.max_tokens,
             hashes=hashes,
             draws=drawn,
+            length_class=of,
             priority=worker.settings.place(wish.priority),
             may_find=may_find,
         )
@@ -617,8 +621,9 @@ class Fleet:
         server.spoil_samples()
         server.take(ticket)
         tokens = ticket.forecast.prompt_tokens
-        expected = home.length_curve(now_s).length(float(self._rng.random()), 0, ticket.wish.max_tokens)
-        server.shadow.adopt(Sequence(ticket.id, tokens, tokens, expected), now_s)
+        of = ticket.length_class
+        expected = home.lengths_at(now_s).curve(of).length(float(self._rng.random()), 0, ticket.wish.max_tokens)
+        server.shadow.adopt(Sequence(ticket.id, tokens, tokens, expected, length_class=of), now_s)
 
 
 def _endpoints(ranked: Iterable[WorkerSpec]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from predictor.worker import Worker
 
 def pool_view(pool: Pool, now_s: float, budget: Budget) -> dict[str, object]:
     return {
-        "expected_output_tokens": pool.expected_output(None, now_s),
+        "expected_output_tokens": pool.expected_output(None, None, now_s),
         "admission": {
             "mode": pool.mode.value,
             "configured": pool.policy.admission.mode.value,

@@ -13,7 +13,7 @@ import numpy as np
 
 from predictor.engines.tensorrt_llm import reserved_blocks
 from predictor.engines.vllm import Queue, Sequence, Settings, reusable_tokens
-from predictor.output_lengths import LengthCurve
+from predictor.output_lengths import Lengths
 from predictor.prefixes_ahead import PrefixesAhead, Share
 from predictor.prompt import BlockHashes
 
@@ -114,17 +114,17 @@ class KvSpace:
         tokens = reusable_tokens(run, size, seq.prompt_tokens + seq.generated)
         return tokens, min(held, tokens // size)
 
-    def lasting_blocks(self, hashes: BlockHashes, blocks: int, steps: float, curve: LengthCurve) -> int:
+    def lasting_blocks(self, hashes: BlockHashes, blocks: int, steps: float, lengths: Lengths) -> int:
         """Of a newcomer's first `blocks`, which are cached or on their way now, what quite likely is left of a crowded
-        cache when it is admitted, so many steps from now; outputs are as long as `curve` says.
+        cache when it is admitted, so many steps from now; outputs are as long as `lengths` says.
 
         Nothing stays cached but what somebody still holds or has held until shortly before.
         """
         self._steps_a_block = steps / self.waiting_blocks()
         holders = itertools.islice(self._prefixes.nearest(hashes), _OWNERS_LOOKED_AT)
-        return min(blocks, self._lasts(holders, steps, _Admissions(self, self._steps_a_block), curve, _MAY_BE_GONE))
+        return min(blocks, self._lasts(holders, steps, _Admissions(self, self._steps_a_block), lengths, _MAY_BE_GONE))
 
-    def reconsider(self, curve: LengthCurve) -> bool:
+    def reconsider(self, lengths: Lengths) -> bool:
         """Looks again at what some of those who wait will find when their turn comes: by now it is known better who of
         those ahead of them still holds it then. True if that is not what was expected."""
         free, size = self._queue.free_blocks, self.settings.block_size
@@ -138,7 +138,7 @@ class KvSpace:
             seq = hopeful[(self._turn + at) % len(hopeful)]
             (steps, before), holders = admissions.of(seq.id), self._holders_ahead(seq)
             if before > free:
-                blocks = self._lasts(holders, steps, admissions, curve, _MAY_BE_GONE_BEHIND)
+                blocks = self._lasts(holders, steps, admissions, lengths, _MAY_BE_GONE_BEHIND)
             else:
                 # Nothing has to go before its turn, whoever ends until then.
                 blocks = max(seq.computed // size, holders[0][1] if holders else 0)
@@ -154,7 +154,7 @@ class KvSpace:
         holders: Iterable[tuple[str, int]],
         steps: float,
         admissions: _Admissions,
-        curve: LengthCurve,
+        lengths: Lengths,
         may_be_gone: float,
     ) -> int:
         """Leading blocks that one of these who are ahead still holds in so many steps, or has held shortly before.
@@ -173,6 +173,7 @@ class KvSpace:
                 left -= admitted
             ends = seq.generated + max(0, int(left * self._queue.drafting.gain))
             if seq.max_output is None or ends < seq.max_output:
+                curve = lengths.curve(seq.length_class)
                 gone *= 1.0 - curve.longer(ends) / (curve.longer(seq.generated) or 1.0)
             if gone <= may_be_gone:
                 return common

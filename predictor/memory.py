@@ -55,10 +55,19 @@ class WorkerMemory(msgspec.Struct, frozen=True):
     errors: tuple[ErrorsMemory, ...]
 
 
+class LengthRow(msgspec.Struct, frozen=True, array_like=True):
+    """One output's tokens, whether it ended by itself, and its `LengthClass`, of which older memories say nothing."""
+
+    tokens: int
+    whole: bool
+    prompt_class: int | None = None
+    limit_class: int | None = None
+
+
 class PoolMemory(msgspec.Struct, frozen=True):
     version: int
     pool: str
-    lengths: tuple[tuple[int, bool], ...]  # output tokens, and whether it ended by itself
+    lengths: tuple[LengthRow, ...]  # oldest first
     errors: tuple[ErrorsMemory, ...]
 
 

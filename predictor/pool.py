@@ -13,7 +13,8 @@ from predictor.fairness import FairnessPolicy, TenantUse
 from predictor.forecast import Forecast
 from predictor.hindsight import Guard, GuardPolicy
 from predictor.interval import PoolErrors
-from predictor.output_lengths import Going, LengthCurve, OutputLengths, Running
+from predictor.length_class import LengthClass
+from predictor.output_lengths import Going, KnownLengths, OutputLengths, Running
 from predictor.pool_cache import PoolCache
 from predictor.prefill_cost import LearningPolicy
 from predictor.prompt import Prompt
@@ -118,17 +119,20 @@ class Pool:
         if self.use is not None and wish.tenant is not None:
             self.use.add(wish.tenant, priced.prompt_tokens - priced.cached_tokens, now_s)
 
-    def expected_output(self, max_tokens: int | None, now_s: float) -> int:
-        """Tokens that half of all requests do not go beyond."""
-        return self.length_curve(now_s).length(0.5, 0, max_tokens)
+    def expected_output(self, of: LengthClass | None, max_tokens: int | None, now_s: float) -> int:
+        """Tokens that half of all requests of a class do not go beyond."""
+        return self.lengths_at(now_s).curve(of).length(0.5, 0, max_tokens)
 
-    def length_curve(self, now_s: float) -> LengthCurve:
-        return self.lengths.curve(self._generated, now_s)
+    def lengths_at(self, now_s: float) -> KnownLengths:
+        return self.lengths.at(self._generated, now_s)
 
     def _generated(self) -> Running:
         running = Running()
         for worker in self.workers.values():
             shadow, tickets = worker.shadow, worker.tickets
             going = running.seen if shadow.sees_decodes else running.counted
-            going.extend(Going(tokens, tickets[name].number) for name, tokens in shadow.generated() if name in tickets)
+            for name, tokens in shadow.generated():
+                ticket = tickets.get(name)
+                if ticket is not None:
+                    going.append(Going(tokens, ticket.number, ticket.length_class))
         return running

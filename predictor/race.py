@@ -11,6 +11,7 @@ import numpy as np
 from predictor.admission import Limits, Mode, Prospect, Reason, objection
 from predictor.engines.step_rule import reserved_beside_prompt
 from predictor.forecast import Forecast, forecast, least_high_wait_s
+from predictor.length_class import LengthClass
 from predictor.pool import Pool
 from predictor.pool_cache import Reuse
 from predictor.prompt import Prompt
@@ -55,7 +56,8 @@ class Race:
         self._waited_s = max(0.0, wish.waited_before_s) + max(0.0, now_s - wish.received_at_s)
         # Only a bound asks how sure a wait is.
         self._quantile = 1.0 - home.policy.admission.risk if limits.bounded else None
-        self._output_tokens = home.expected_output(wish.max_tokens, now_s)
+        of = LengthClass.of(prompt.token_count, wish.max_tokens)
+        self._output_tokens = home.expected_output(of, wish.max_tokens, now_s)
         self._prefilling = [worker.shadow.prefilling for worker in everybody]
         self._budget = home.renewal.budget(len(everybody), now_s)
         self._old: list[int] = []  # places of those whose timelines are not up to date

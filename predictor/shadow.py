@@ -24,7 +24,7 @@ from predictor.course import MAX_STEPS_BEHIND, MOST_LOOKED_AT, STEP_LOOKED_AT, C
 from predictor.engines.sglang import first_ratio
 from predictor.engines.vllm import Drafting, Queue, Sequence, Settings, Step, enqueue
 from predictor.outlook import Outlook, Sight
-from predictor.output_lengths import LengthCurve
+from predictor.output_lengths import Lengths
 from predictor.prefill_cost import StepCost
 from predictor.prefill_first import PrefillFirst, PrefillFirstTimeline
 from predictor.prompt import BlockHashes
@@ -60,8 +60,8 @@ class Shadow:
     """Times are absolute seconds of the caller's clock.
 
     `on_sample` is told each interval between two step ends that were seen. `cached_blocks` tells how many of a run of
-    blocks, by their hashes, the worker's cache is known to hold at this moment, from the first on. `lengths` is the
-    pool's curve of output lengths at a time, `prompt_of` how long prompts are that are longer than so many
+    blocks, by their hashes, the worker's cache is known to hold at this moment, from the first on. `lengths` is what
+    is known of the pool's output lengths at a time, `prompt_of` how long prompts are that are longer than so many
     tokens: what a share of them does not go beyond.
     """
 
@@ -71,7 +71,7 @@ class Shadow:
         cost: StepCost,
         on_sample: Callable[[StepSample], None] | None = None,
         cached_blocks: Callable[[BlockHashes], int] | None = None,
-        lengths: Callable[[float], LengthCurve] | None = None,
+        lengths: Callable[[float], Lengths] | None = None,
         prompt_of: Callable[[int, float], int] | None = None,
     ) -> None:
         self._outlook = Outlook(self._look)
@@ -612,13 +612,14 @@ class Shadow:
         """`ahead`: of the queue, only that part, for a newcomer who waits by `place`."""
         queue = self._queue if ahead is None else ahead
         sequences = self._sequences.values() if ahead is None else [*ahead.running, *ahead.waiting]
-        curve = self._lengths(self._looked_s) if self._lengths is not None else None
-        if curve is not None and ahead is None and self._course.space.reconsider(curve):
+        lengths = self._lengths(self._looked_s) if self._lengths is not None else None
+        if lengths is not None and ahead is None and self._course.space.reconsider(lengths):
             self._course.counts_changed()
-        if curve is not None:
+        if lengths is not None:
             for seq in sequences:
                 if seq.generated >= seq.expected_output and seq.draws:
                     # It has outlived what was drawn for it.
+                    curve = lengths.curve(seq.length_class)
                     seq.expected_output = curve.length(seq.draws[0], seq.generated, seq.max_output)
         ends: Mapping[str, int] = {seq.id: whole_output(seq, seq.expected_output) for seq in sequences}
         # As it is now: a future is imagined when somebody asks, and by then the queue may have moved on.
@@ -630,20 +631,23 @@ class Shadow:
             run = partial(run, place=place)
         first = run(queue, settings, cost, ends)
         count = min((len(seq.draws) for seq in sequences), default=0) - 1
-        if curve is None or count < 1:
+        if lengths is None or count < 1:
             return Sight(begins_s, first, None, kind)
 
-        def length(seq: Sequence, number: int) -> int | None:
-            if number >= len(seq.draws):
-                return None
+        def length(seq: Sequence, number: int) -> int:
+            curve = lengths.curve(seq.length_class)
             return curve.length(seq.draws[number], seq.generated, seq.max_output)
 
+        def length_if_drawn(seq: Sequence, number: int) -> int | None:
+            return length(seq, number) if number < len(seq.draws) else None
+
         def imagine(number: int) -> RunForward:
-            drawn = {seq.id: curve.length(seq.draws[number], seq.generated, seq.max_output) for seq in sequences}
+            drawn = {seq.id: length(seq, number) for seq in sequences}
             ahead: RunForward = run(queue, settings, cost, drawn)
             return ahead
 
-        return Sight(begins_s, first, Others(count, imagine, length, self._pace if ahead is None else None), kind)
+        others = Others(count, imagine, length_if_drawn, self._pace if ahead is None else None)
+        return Sight(begins_s, first, others, kind)
 
 
 def _prefilled(runs: ReadOnly[StoredRun], owners: ReadOnly[Owner], block_size: int) -> tuple[int, int]:

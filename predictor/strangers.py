@@ -15,7 +15,7 @@ from collections.abc import Sequence as ReadOnly
 from predictor.block_owners import NOBODY, Owner
 from predictor.course import Course, UnderWay
 from predictor.engines.vllm import Sequence, Step, chunk_cap, undo
-from predictor.output_lengths import LengthCurve
+from predictor.output_lengths import Lengths
 from predictor.step_interval import StepInterval
 from predictor.stored_run import StoredRun
 from predictor.told_step import Participant, compose_as_stored, storing
@@ -26,10 +26,10 @@ _DOUBT_S, _DOUBT_RATIO = 0.1, 1.0
 
 
 class Strangers:
-    """`lengths` is the pool's curve of output lengths at a time. `are_seen` is whether what the engine stores tells of
-    them: where its blocks are seen, and are computed and not loaded."""
+    """`lengths` is what is known of the pool's output lengths at a time. `are_seen` is whether what the engine stores
+    tells of them: where its blocks are seen, and are computed and not loaded."""
 
-    def __init__(self, course: Course, lengths: Callable[[float], LengthCurve] | None) -> None:
+    def __init__(self, course: Course, lengths: Callable[[float], Lengths] | None) -> None:
         self.are_seen = False
         self.recomposed = 0  # steps that were composed again with them
         self._course = course
@@ -142,7 +142,7 @@ class Strangers:
 
     def _join(self, seq: Sequence, now_s: float) -> None:
         if self._lengths is not None:
-            seq.expected_output = self._lengths(now_s).length(seq.draws[0])
+            seq.expected_output = self._lengths(now_s).curve(seq.length_class).length(seq.draws[0])
         self._course.arrives(seq)
 
     def _take_in(self, seq: Sequence, tokens: int, now_s: float) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from predictor.admission import Refusal
 from predictor.forecast import Forecast
 from predictor.grading import CacheVerdict, Grade
+from predictor.length_class import LengthClass
 from predictor.pool_cache import Left
 from predictor.routing import Prefer, Why
 
@@ -54,6 +55,7 @@ class Ticket:
     solo: bool  # no other prefill shared the worker with its own
     decodes_beside: int
     cost_changes: int  # of the worker's speed, when it was forecast
+    length_class: LengthClass
     number: int = 0  # bookings are numbered in the order in which they join their worker's queue
     kv_tokens: int = 0  # of the worker's KV cache that it will need beside what it shares
     would_refuse: Refusal | None = None  # let through in shadow mode

@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from predictor.engines import reuse
+from predictor.length_class import LengthClass
 from predictor.prompt import BlockHashes
 
 LAST = 1 << 62  # a place in the order behind all others
@@ -110,6 +111,7 @@ class Sequence:
     draws: tuple[float, ...] = ()  # for its output's length, one for each imagined future
     priority: int = 0  # where the engine goes by it: less comes first (`Settings.place`)
     arrived: int = 0  # in order
+    length_class: LengthClass | None = None  # what its output may be told by; None: nothing is known
     booked: bool = True  # by us; else it is only known by its blocks, or by the engine's count
     may_find: int = 0  # tokens: what it will find cached if all that was there or on its way when it came lasts
     output_hashes: list[int] = field(default_factory=list)  # of the full blocks after those, as they become known

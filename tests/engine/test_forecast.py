@@ -115,6 +115,16 @@ def test_before_anybody_has_ended_outputs_are_taken_to_be_longer_than_what_nobod
     assert ours.within_10s >= 0.97
 
 
+def test_what_was_learned_of_all_outputs_does_not_mislead_about_a_batch_of_long_ones(recordings: Path) -> None:
+    # Short prompts are answered at length here, and long ones briefly.
+    recording = record("decodes, 128 slots, async", recordings)
+    watcher = observer(recording)
+    watcher.play(recording)
+    _, ours = told(f"{recording.work.name}, warm", watcher, watcher.play(recording))
+    assert ours.within_1s >= 0.65
+    assert ours.within_10s >= 0.99
+
+
 def test_a_storm_is_foreseen_from_the_second_third_on(recordings: Path) -> None:
     recording = record("storm", recordings)
     watcher = observer(recording)

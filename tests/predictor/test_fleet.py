@@ -28,6 +28,7 @@ from predictor.fleet import (
     Wish,
     WorkerSpec,
 )
+from predictor.forecast import Forecast
 from predictor.grading import CacheVerdict
 from predictor.kv_events import Batch, Removed, Stored, Tier
 from predictor.prefill_cost import Basis, LearningPolicy
@@ -593,6 +594,27 @@ def test_what_requests_generate_is_expected_of_others() -> None:
     pools = bench.fleet.view(0.0)["pools"]
     assert isinstance(pools, dict)
     assert pools["m"]["expected_output_tokens"] == 80
+
+
+def test_who_waits_for_the_slot_of_a_long_answer_waits_longer_than_for_that_of_a_short_one() -> None:
+    # Chats are answered at length, documents briefly; one at a time, and 10 ms a token.
+    def forecast_behind(tokens: int) -> Forecast:
+        bench = Bench(1, settings=Settings(max_num_seqs=1, num_gpu_blocks=10_000))
+        now_s = 0.0
+        for number in range(120):
+            prompt, output = ((100, 2000), (5000, 20))[number % 2]
+            first_s = now_s + STEP_S + prompt / TOKENS_PER_S
+            end_s = first_s + 0.01 * output
+            bench.serve(bench.grant(prompt, now_s), first_s, end_s, Usage(prompt, 0, output))
+            now_s = end_s + 5.0
+        ahead = bench.grant(tokens, now_s)
+        first_s = now_s + STEP_S + tokens / TOKENS_PER_S
+        bench.fleet.first_token(ahead.id, None, first_s)
+        return bench.grant(100, first_s + 0.05).forecast
+
+    long, short = forecast_behind(100), forecast_behind(5000)
+    assert long.wait_s == pytest.approx(20.0, rel=0.3)
+    assert short.wait_s == pytest.approx(0.2, abs=0.2)
 
 
 # The cache

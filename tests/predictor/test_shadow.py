@@ -11,6 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from predictor.engines.vllm import Queue, Sequence, Settings, schedule, undo
+from predictor.length_class import LengthClass
 from predictor.output_lengths import LengthCurve
 from predictor.prefill_cost import StepCost
 from predictor.shadow import Corrections, Shadow
@@ -26,6 +27,17 @@ SETTINGS = Settings(max_num_batched_tokens=100)
 
 def prompt(name: str, tokens: int, cached: int = 0, output: int = 1000, watched: bool = True) -> Sequence:
     return Sequence(name, tokens, cached, output, watched)
+
+
+class Always:
+    """Outputs of one length, whoever asks."""
+
+    def __init__(self, tokens: int) -> None:
+        self._curve = LengthCurve((tokens,), (0.0,), 1.0)
+
+    def curve(self, of: LengthClass | None = None) -> LengthCurve:
+        del of
+        return self._curve
 
 
 def shadow(cost: StepCost = PLAIN, settings: Settings = SETTINGS) -> Shadow:
@@ -326,8 +338,7 @@ def test_a_night_passes_at_once_although_somebody_waits_for_a_slot() -> None:
 
 def crowded_shadow(owner_generated: int, output: int = 100) -> Shadow:
     """One that runs holds nearly all, and two wait; `owner_generated` tokens of an output of `output` are there."""
-    curve = LengthCurve((output,), (0.0,), 1.0)
-    shade = Shadow(Settings(num_gpu_blocks=101, max_num_batched_tokens=10_000), PLAIN, lengths=lambda _: curve)
+    shade = Shadow(Settings(num_gpu_blocks=101, max_num_batched_tokens=10_000), PLAIN, lengths=lambda _: Always(output))
     shade.book(Sequence("owner", 1440, 0, output, hashes=range(100, 190)), 0.0)
     shade.first_token("owner", 1.45)
     shade.advance(1.45 + 0.010 * (owner_generated - 1) + 0.001)
@@ -355,8 +366,7 @@ def test_of_a_full_cache_a_newcomer_finds_what_somebody_holds_until_its_turn_or_
 
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_a_cache_that_became_smaller_than_what_runs_is_crowded_only_if_somebody_waits(waiting: int) -> None:
-    curve = LengthCurve((100,), (0.0,), 1.0)
-    shade = Shadow(Settings(num_gpu_blocks=101), PLAIN, lengths=lambda _: curve)
+    shade = Shadow(Settings(num_gpu_blocks=101), PLAIN, lengths=lambda _: Always(100))
     shade.book(Sequence("owner", 1440, 0, 100, hashes=range(100, 190)), 0.0)
     shade.first_token("owner", 1.45)
     shade.advance(1.46)
@@ -378,7 +388,7 @@ def test_of_one_that_waits_before_it_a_newcomer_finds_what_it_will_hold_then() -
 
 
 def test_with_space_for_all_who_wait_everything_stays_cached() -> None:
-    shade = Shadow(Settings(num_gpu_blocks=1000), PLAIN, lengths=lambda _: LengthCurve((9,), (0.0,), 1.0))
+    shade = Shadow(Settings(num_gpu_blocks=1000), PLAIN, lengths=lambda _: Always(9))
     shade.book(Sequence("owner", 1440, 0, 9, hashes=range(100, 190)), 0.0)
     assert not shade.crowded
     assert shade.lasting_blocks(np.array(range(100, 180), np.uint64), 80, 1e6) == 80
