@@ -280,10 +280,7 @@ class Backtest:
 
     def _kv(self, record: KvRecord) -> None:
         worker = self._known(record.worker, "kv")
-        arrival = worker.feed.judge_live(record.seq)
-        if arrival is Arrival.REPEATED:
-            self._leave_out("kv batch twice")
-            return
+        arrival = worker.feed.applied(record.seq)
         if arrival is not Arrival.NEXT:
             # Of a restarted engine nothing is left; of one with a hole in its events nobody knows what is.
             self._leave_out("kv gap" if arrival is Arrival.GAP else "kv restart")
@@ -291,7 +288,6 @@ class Backtest:
             self._fleet.set_trust(record.worker, Trust.PARTIAL, 0.0)
         if record.seq == 0:
             self._fleet.set_trust(record.worker, Trust.LIVE, 1.0)
-        worker.feed.applied(record.seq)
         self._fleet.apply(record.worker, batch_of(record, worker.settings.block_size), record.t)
 
     def _request(self, record: RequestRecord) -> None:

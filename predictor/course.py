@@ -135,11 +135,6 @@ class Course:
         """Prefill and decode steps take turns, so that all who decode have had the same decode steps."""
         return self.settings.family == "sglang"
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is under way, and nothing is about to be composed."""
-        return not self.under_way and self.composes_s is None
-
     def wake(self, now_s: float) -> bool:
         """With nothing to do, it composes its next step now; False if it is at work."""
         if self.under_way or self.composes_s is not None:

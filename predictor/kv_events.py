@@ -778,43 +778,22 @@ def _tier(medium: object) -> Tier:
 
 
 class Arrival(enum.Enum):
-    """What the sequence number of a live batch says."""
+    """What the sequence number of a batch says."""
 
     NEXT = "next"
-    REPEATED = "repeated"  # a replay has delivered it already
     GAP = "gap"
     RESTARTED = "restarted"
 
 
 @dataclass(slots=True)
 class FeedCursor:
-    """Follows one publisher's sequence numbers, which start at 0 and name no incarnation.
+    """Follows the sequence numbers of one publisher's batches in the order in which they were applied; they start at 0
+    and name no incarnation, so one that goes backwards means that the engine was restarted."""
 
-    A PUB socket delivers in order, so a live number that goes backwards means that the engine was restarted. A replay
-    runs ahead of the live socket, whose copies of what was replayed are still to come: those are no restart.
-    """
+    next_seq: int = 0
 
-    next_seq: int = 0  # the first batch that has not been applied
-    _live_next: int = 0  # the live socket's numbers only grow from here
-
-    def judge_live(self, seq: int) -> Arrival:
-        if seq < self._live_next:
-            self.next_seq, self._live_next = 0, seq + 1
+    def applied(self, seq: int) -> Arrival:
+        expected, self.next_seq = self.next_seq, seq + 1
+        if seq < expected:
             return Arrival.RESTARTED
-        self._live_next = seq + 1
-        if seq < self.next_seq:
-            return Arrival.REPEATED
-        return Arrival.NEXT if seq == self.next_seq else Arrival.GAP
-
-    def judge_replayed(self, seq: int) -> Arrival:
-        """A replay skips what was applied; a hole in it, or before it, is lost for good."""
-        if seq < self.next_seq:
-            return Arrival.REPEATED
-        return Arrival.NEXT if seq == self.next_seq else Arrival.GAP
-
-    def applied(self, seq: int) -> None:
-        self.next_seq = seq + 1
-
-    def caught_up(self) -> None:
-        """The live socket holds nothing of what was replayed any more."""
-        self._live_next = max(self._live_next, self.next_seq)
+        return Arrival.NEXT if seq == expected else Arrival.GAP
