@@ -55,6 +55,7 @@ class EngineSettings:
     max_num_seqs: int = 128
     long_prefill_token_threshold: int = 0
     max_model_len: int = 32_768
+    num_speculative_tokens: int = 0  # drafted by n-gram lookup: it needs no other model
     cost: StepCost = field(default_factory=StepCost)
 
     def flags(self) -> tuple[str, ...]:
@@ -66,7 +67,11 @@ class EngineSettings:
             "long-prefill-token-threshold": self.long_prefill_token_threshold,
             "max-model-len": self.max_model_len,
         }
-        return tuple(text for name, value in values.items() for text in (f"--{name}", str(value)))
+        flags = tuple(text for name, value in values.items() for text in (f"--{name}", str(value)))
+        if not self.num_speculative_tokens:
+            return flags
+        drafts = {"method": "ngram", "num_speculative_tokens": self.num_speculative_tokens, "prompt_lookup_max": 4}
+        return (*flags, "--speculative-config", json.dumps(drafts))
 
     def simulator_flags(self) -> tuple[str, ...]:
         """The same engine, simulated."""
