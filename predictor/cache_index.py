@@ -27,6 +27,9 @@ _MANY, _SEVERAL = 192, 12
 # What other tiers may hold where nobody says, in blocks of the device; and without any word at all, blocks.
 _HOST_SHARE, _STORAGE_SHARE, _DEFAULT_CAP = 8, 32, 1 << 22
 _PARKED_AT_MOST = 16_384  # orphan blocks a holder
+# A run whose parent was never told of is looked for in prompts of so many blocks. Where they do not have so many runs
+# one after the other, as where decodes go on whose beginning was lost, only one of so many is.
+_PROMPT_BLOCKS_LOOKED_AT, _STRANGE_LOOKED_UP = 100_000, 32
 _RECENT = 1024  # blocks of small runs: of what is decoded, some are what the next go on from
 # Slots of the table of holders that are swept for every block that is taken in, and at least per event.
 _SWEPT_PER_BLOCK, _SWEPT_PER_EVENT = 64, 4096
@@ -94,6 +97,10 @@ class _Holder:
     ratios: set[int] = field(default_factory=set)  # of chunks that are several of our blocks
     orphans: dict[int, list[_Orphans]] = field(default_factory=dict)  # by the unknown parent's hash
     orphan_at: dict[int, _Orphans] = field(default_factory=dict)  # engine hash -> the newest run with such a block
+    # Engine hash of a block that was never told of -> names of ours for the blocks before it. See `_presume`.
+    presumed: dict[int, Keys] = field(default_factory=dict)
+    strange: int = 0  # runs in a row whose parent nobody's prompt tells
+    has_shed: bool = False  # blocks were let go of that the engine may have
     # What the names table says of some that came last, at hand: decoding goes on from one at every block.
     recent: dict[int | None, int] = field(default_factory=dict)
 
@@ -116,6 +123,7 @@ class _View:
     cleared: frozenset[Tier]  # the tiers that the engine empties when it says that all blocks are cleared
     stores: Mapping[Tier, str]
     on_removed: Callable[[list[int]], None] | None = None
+    prompts: Callable[[], Iterable[BlockHashes]] = tuple
     own: dict[Tier, _Holder] = field(default_factory=dict)
     groups: dict[Tier, int | None] = field(default_factory=dict)  # the group of layers that is followed
 
@@ -150,18 +158,20 @@ class CacheIndex:
         stores: Mapping[Tier, str] | None = None,
         cleared: Iterable[Tier] = (Tier.DEVICE,),
         on_removed: Callable[[list[int]], None] | None = None,
+        prompts: Callable[[], Iterable[BlockHashes]] = tuple,
     ) -> None:
         """Starts an empty view; `caps.device` is the engine's own block count.
 
-        `stores` names the stores that the worker shares with others, by the tier that it calls them. ValueError if
-        there is such a worker already, or if its device is to be shared.
+        `prompts` tells our hashes of the prompts that the worker has in progress, the newest first. `stores` names the
+        stores that the worker shares with others, by the tier that it calls them. ValueError if there is such a worker
+        already, or if its device is to be shared.
         """
         if worker in self._views:
             raise ValueError(f"worker {worker!r} is already in the index")
         if stores and Tier.DEVICE in stores:
             raise ValueError(f"worker {worker!r}: a device's cache is never shared, only host and storage are")
         caps = caps if isinstance(caps, TierCaps) else TierCaps(caps)
-        self._views[worker] = _View(caps, frozenset(cleared), dict(stores or {}), on_removed)
+        self._views[worker] = _View(caps, frozenset(cleared), dict(stores or {}), on_removed, prompts)
 
     def set_capacity(self, worker: str, capacity_blocks: int) -> None:
         """The device holds so many blocks; tiers whose cap nobody told follow it."""
@@ -247,7 +257,9 @@ class CacheIndex:
             followed = view.groups.setdefault(Tier.DEVICE, bundle.group) == bundle.group
         else:
             followed = True
-        if not followed or bundle.block_size != family.block_size or family.lookahead:
+        held = view.own.get(Tier.DEVICE)
+        plain = bundle.block_size == family.block_size and not family.lookahead
+        if not followed or not plain or (held is not None and held.has_shed):
             firsts = [(event, self.apply(worker, event)) for event in bundle.events()]
             return [first for event, first in firsts if isinstance(event, Stored)]
         holder = self._holder_for(view, Tier.DEVICE)
@@ -341,6 +353,8 @@ class CacheIndex:
         else:
             parent = self._hasher.root if event.parent is None else self._resolve(view, event.parent, holder)
         digests = self._digests(event, ratio)
+        if event.tier is Tier.DEVICE and self._is_missed(holder, event.parent, parent):
+            parent = self._presume(view, holder, event, digests) or parent
         if parent is not None and len(event.hashes) < _MANY and ratio == 1:
             if len(event.hashes) < _SEVERAL:
                 chained = self._hasher.chain_few(parent, event.tokens, size, digests, event.ahead)
@@ -360,6 +374,8 @@ class CacheIndex:
             self._hold(holder, event.hashes, linked, ratio)
             first = int(linked[0])
         self._adopt(view, event.hashes)
+        if event.parent in holder.presumed:
+            self._adopt(view, [event.parent])
         self._shed(holder)
         return first if event.tier is Tier.DEVICE else None
 
@@ -525,6 +541,10 @@ class CacheIndex:
                 self._remove_one(holder, theirs)
         elif len(hashes) < _MANY or not self._remove_many(holder, hashes):
             self._remove_few(holder, hashes)
+        if holder.presumed:
+            for theirs in holder.presumed.keys() & set(hashes):
+                if not self._are_live(holder, np.array([theirs], np.uint64)).any():
+                    self._unpresume(holder, holder.presumed.pop(theirs))
 
     def _remove_few(self, holder: _Holder, hashes: Sequence[int]) -> None:
         """What `_remove_one` does, for each of them; none has a second copy."""
@@ -612,6 +632,10 @@ class CacheIndex:
         # Some more than need be, or a full store that tells no removals would be searched at every event.
         count = min(holder.held, holder.held - holder.capacity + holder.capacity // 32)
         slots = holder.names.live_slots()
+        holder.has_shed = True
+        if holder.presumed:
+            in_use = np.concatenate([np.array(list(holder.presumed), np.uint64), *holder.presumed.values()])
+            slots = np.setdiff1d(slots, holder.names.find(in_use))
         if count < len(slots):
             slots = slots[np.argpartition(holder.names.born[slots], count)[:count]]
         if holder.more_copies:
@@ -619,6 +643,77 @@ class CacheIndex:
                 holder.more_copies.pop(theirs, None)
         self._drop(holder, slots)
         self.skipped["over_capacity"] += count
+
+    # Blocks that were never told of
+
+    def _is_missed(self, holder: _Holder, theirs: int | None, ours: int | None) -> bool:
+        """Whether a block that somebody goes on from, and so the engine holds, is not held here."""
+        if theirs is None or (ours is not None and not holder.has_shed):
+            return False
+        return ours is None or not self._are_live(holder, np.array([theirs], np.uint64)).any()
+
+    def _presume(self, view: _View, holder: _Holder, event: Stored, digests: Sequence[int] | None) -> int | None:
+        """Our hash of the parent of blocks, if they stand behind it in the prompt of somebody who is in progress.
+
+        Events that told of it were lost, or it was taken to be gone, and as long as it is in use it is not told of
+        again. But who goes on from it has found it, and all before it, cached. They are held from now on until the
+        engine lets go of it: what is before a block is evicted after it.
+        """
+        holder.strange += 1
+        if holder.strange > _STRANGE_LOOKED_UP and holder.strange % _STRANGE_LOOKED_UP:
+            return None
+        theirs = event.parent
+        extras = None if digests is None else np.array(digests, np.uint64)
+        contents = self._hasher.contents(event.tokens, self.family.block_size, extras, event.ahead)
+        looked_at = 0
+        for prompt in view.prompts():
+            looked_at += len(prompt)
+            place = self._hasher.place(contents, prompt) if looked_at <= _PROMPT_BLOCKS_LOOKED_AT else None
+            if place is None or theirs is None:
+                continue
+            holder.strange = 0
+            before = prompt[:place]
+            if theirs in holder.presumed:
+                self._unpresume(holder, holder.presumed.pop(theirs))
+            holder.presumed[theirs] = self._hold_presumed(holder, before[:-1])
+            self._hold_one(holder, theirs, int(before[-1]))
+            self.adopted += place
+            return int(before[-1])
+        return None
+
+    def _hold_presumed(self, holder: _Holder, ours: BlockHashes) -> Keys:
+        """Holds blocks whose names are not known under names of ours, which are returned: those that nobody has told
+        of. Several may presume the same one; it is counted as a copy."""
+        names = ours ^ np.uint64(self._prime)
+        found = self._holders.find(ours)
+        is_held = found >= 0
+        bits = self._holders.columns[holder.bit >> 6][found[is_held]] & np.uint64(1 << (holder.bit & 63))
+        is_held[is_held] = bits != 0
+        again = names[is_held][self._are_live(holder, names[is_held])]
+        for name in again.tolist():
+            holder.more_copies[name] = holder.more_copies.get(name, 0) + 1
+        if not is_held.all():
+            self._hold(holder, names[~is_held].tolist(), ours[~is_held], 1)
+        return np.concatenate([names[~is_held], again])
+
+    def _unpresume(self, holder: _Holder, names: Keys) -> None:
+        if holder.more_copies:
+            alone = []
+            for place, name in enumerate(names.tolist()):
+                copies = holder.more_copies.pop(name, 0)
+                if copies > 1:
+                    holder.more_copies[name] = copies - 1
+                if not copies:
+                    alone.append(place)
+            names = names[alone]
+        self._drop(holder, holder.names.find(names[self._are_live(holder, names)]))
+
+    @staticmethod
+    def _are_live(holder: _Holder, names: Keys) -> npt.NDArray[np.bool_]:
+        slots = holder.names.find(names)
+        live: npt.NDArray[np.bool_] = slots >= 0
+        live[live] = holder.names.born[slots[live]] != 0
+        return live
 
     # Orphans
 

@@ -348,7 +348,14 @@ class PoolCache:
             index = self._indexes[cache.family] = CacheIndex(self._hasher, cache.family)
         caps = TierCaps(cache.capacity, cache.spec.host_blocks, cache.spec.storage_blocks)
         evicted = cache.last_use.evicted
-        index.add(worker, caps, stores=cache.spec.stores, cleared=cache.spec.rule.cleared, on_removed=evicted)
+        index.add(
+            worker,
+            caps,
+            stores=cache.spec.stores,
+            cleared=cache.spec.rule.cleared,
+            on_removed=evicted,
+            prompts=cache.ahead.newest,
+        )
 
     def _leave_index(self, worker: str, cache: _Cache) -> None:
         self._indexes[cache.family].remove(worker)

@@ -9,7 +9,8 @@ can aim for a collision.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -174,13 +175,22 @@ class BlockHasher:
         They are looked for where chunks of so many blocks begin, but for the first.
         """
         step = len(contents)
-        starts = np.arange(step, len(hashes) - step + 1, step)
+        start = next(self._places(contents, hashes, step), None)
+        return None if start is None else int(hashes[start - 1])
+
+    def place(self, contents: BlockHashes, hashes: BlockHashes) -> int | None:
+        """Which block of a prompt with such chained hashes is the first of these; None if they are not in it, but for
+        its very beginning, or in several places."""
+        found = list(islice(self._places(contents, hashes, 1), 2))
+        return found[0] if len(found) == 1 else None
+
+    def _places(self, contents: BlockHashes, hashes: BlockHashes, every: int) -> Iterator[int]:
+        count = len(contents)
+        starts = np.arange(every, len(hashes) - count + 1, every)
         firsts = hashes[starts] - hashes[starts - 1] * np.uint64(self._factor)
         for start in starts[firsts == contents[0]].tolist():
-            parent = int(hashes[start - 1])
-            if (self.link(parent, contents) == hashes[start : start + step]).all():
-                return parent
-        return None
+            if (self.link(int(hashes[start - 1]), contents) == hashes[start : start + count]).all():
+                yield start
 
     def contents(
         self, tokens: Tokens, block_size: int, extras: BlockHashes | None = None, ahead: Tokens | None = None

@@ -1,0 +1,176 @@
+"""Blocks that an engine has and nobody was told of: who goes on from one shows that it is there, and all before it."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from predictor.cache_index import CacheIndex, TierCaps
+from predictor.kv_events import Removed, Stored, Tier
+from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, as_tokens
+
+SIZE = 2
+FAMILY = HashFamily(SIZE)
+HASHER = BlockHasher(np.random.default_rng(1))
+
+
+def hashes(blocks: Iterable[int]) -> BlockHashes:
+    """Of a prompt of blocks that are told apart by a number."""
+    tokens = [token for block in blocks for token in (block, block + 1)]
+    return HASHER.prompt_hashes(as_tokens(tokens), FAMILY, Namespace())
+
+
+def stored(names: list[int], blocks: list[int], parent: int | None) -> Stored:
+    tokens = as_tokens([token for block in blocks for token in (block, block + 1)])
+    return Stored(tuple(names), parent, tokens, SIZE, Tier.DEVICE, None, None, None, None)
+
+
+def removed(*names: int) -> Removed:
+    return Removed(names, Tier.DEVICE, None)
+
+
+class View:
+    """One worker's, with the prompts that it has in progress."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.index = CacheIndex(HASHER, FAMILY)
+        self.prompts: list[BlockHashes] = []
+        self.index.add("w", TierCaps(capacity), prompts=lambda: self.prompts)
+
+    def takes(self, *events: Stored | Removed) -> None:
+        for event in events:
+            self.index.apply("w", event)
+
+    def run(self, *blocks: int) -> int:
+        return self.index.match(hashes(blocks))["w"].device
+
+
+def test_who_goes_on_from_a_block_that_was_never_told_of_shows_that_the_engine_has_all_before_it() -> None:
+    view = View()
+    view.prompts.append(hashes([10, 20, 30, 40, 50]))
+    view.takes(stored([104, 105], [40, 50], parent=103))
+    assert view.run(10, 20, 30, 40, 50) == 5
+    assert view.run(10, 20, 30, 77) == 3
+    assert view.index.adopted == 3
+
+
+def test_orphans_that_waited_for_it_get_their_place() -> None:
+    view = View()
+    view.takes(stored([204], [60], parent=103))
+    assert view.run(10, 20, 30, 60) == 0
+    view.prompts.append(hashes([10, 20, 30, 40]))
+    view.takes(stored([104], [40], parent=103))
+    assert view.run(10, 20, 30, 60) == 4
+
+
+def test_when_the_engine_lets_go_of_it_nothing_before_it_is_counted_on_either() -> None:
+    view = View()
+    view.prompts.append(hashes([10, 20, 30, 40]))
+    view.takes(stored([104], [40], parent=103), removed(104))
+    assert view.run(10, 20, 30) == 3
+    view.takes(removed(103))
+    assert view.run(10, 20, 30) == 0
+    assert view.index.blocks("w") == 0
+
+
+def test_what_two_show_is_there_until_both_are_gone() -> None:
+    view = View()
+    view.prompts.append(hashes([10, 20, 30, 40]))
+    view.takes(stored([104], [40], parent=103))
+    view.prompts.insert(0, hashes([10, 20, 66, 70]))
+    view.takes(stored([304], [70], parent=303))
+    view.takes(removed(104), removed(103))
+    assert (view.run(10, 20, 66, 70), view.run(10, 20, 30)) == (4, 2)
+    view.takes(removed(304), removed(303))
+    assert (view.run(10), view.index.blocks("w")) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [[], [[10, 20, 30, 50]], [[40, 10, 20]], [[10, 40, 20, 40]]],
+    ids=["nobody", "somebody else", "at its very beginning", "in two places"],
+)
+def test_what_no_prompt_tells_waits_for_its_parent(prompts: list[list[int]]) -> None:
+    view = View()
+    view.prompts += [hashes(blocks) for blocks in prompts]
+    view.takes(stored([104], [40], parent=103))
+    assert (view.index.blocks("w"), view.index.orphans("w")) == (0, 1)
+
+
+def test_a_block_that_was_taken_to_be_gone_is_there_again_when_somebody_goes_on_from_it() -> None:
+    """Removals were lost, the view has more than the engine can hold, and lets go of what it was told of first."""
+    view = View(capacity=64)
+    view.takes(stored([101, 102, 103], [10, 20, 30], parent=None))
+    for number in range(70):
+        view.takes(stored([1000 + number], [5000 + 10 * number], parent=None))
+    assert view.run(10, 20, 30) == 0
+    view.prompts.append(hashes([10, 20, 30, 40]))
+    view.takes(stored([104], [40], parent=103))
+    assert view.run(10, 20, 30, 40) == 4
+    for number in range(300):
+        view.takes(stored([3000 + number], [90_000 + 10 * number], parent=None))
+    assert view.run(10, 20, 30) == 3
+
+
+def test_a_prompt_of_twenty_thousand_blocks_is_presumed_in_milliseconds_and_given_up_as_quickly() -> None:
+    view = View()
+    blocks = list(range(10, 400_010, 20))
+    view.prompts.append(hashes(blocks))
+    view.takes(stored([7], blocks[-1:], parent=6))
+    assert view.run(*blocks) == len(blocks)
+    view.takes(removed(7, 6))
+    assert view.index.blocks("w") == 0
+
+
+class Engine:
+    """A prefix cache that evicts what was used longest ago, of one request's blocks the last first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.names: dict[tuple[int, ...], int] = {}
+        self.used: dict[tuple[int, ...], int] = {}
+        self.time = self.named = 0
+
+    def run(self, blocks: tuple[int, ...]) -> int:
+        return next((n for n in range(len(blocks)) if blocks[: n + 1] not in self.names), len(blocks))
+
+    def serve(self, blocks: tuple[int, ...]) -> tuple[list[int], Stored | None]:
+        """The names of what it has evicted, and what it has stored."""
+        self.time += 1000
+        run = self.run(blocks)
+        for n in range(run):
+            self.used[blocks[: n + 1]] = self.time - n
+        gone = []
+        while len(self.names) > self.capacity - (len(blocks) - run):
+            oldest = min(self.used, key=lambda prefix: self.used[prefix])
+            gone.append(self.names.pop(oldest))
+            del self.used[oldest]
+        parent = self.names[blocks[:run]] if run else None
+        for n in range(run, len(blocks)):
+            self.named += 1
+            self.names[blocks[: n + 1]] = 10_000 + self.named
+            self.used[blocks[: n + 1]] = self.time - n
+        new = [self.names[blocks[: n + 1]] for n in range(run, len(blocks))]
+        return gone, stored(new, list(blocks[run:]), parent) if new else None
+
+
+asks = st.lists(st.sampled_from([10, 20, 30]), min_size=1, max_size=6).map(tuple)
+
+
+@given(served=st.lists(st.tuples(asks, st.booleans()), max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_whatever_stores_are_lost_no_more_is_counted_on_than_the_engine_has(
+    served: list[tuple[tuple[int, ...], bool]],
+) -> None:
+    engine, view = Engine(12), View(12)
+    for blocks, is_lost in served:
+        gone, event = engine.serve(blocks)
+        view.prompts = [hashes(blocks)]
+        if gone:
+            view.takes(removed(*gone))
+        if event is not None and not is_lost:
+            view.takes(event)
+        for other, _ in served:
+            assert view.run(*other) <= engine.run(other)
