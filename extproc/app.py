@@ -38,7 +38,7 @@ from extproc.server import AccessLog, Processor, Server
 from extproc.session import Patience
 from predictor.admission import AdmissionPolicy, Mode, OnReject, RetryPolicy
 from predictor.budget_check import BudgetDoubt
-from predictor.engines.vllm import Settings
+from predictor.engines.vllm import Drafting, Settings
 from predictor.fairness import FairnessPolicy
 from predictor.feed_state import Trust
 from predictor.fleet import Fleet, PoolPolicy, Ticket, WorkerSpec
@@ -260,6 +260,7 @@ class App:
                 self._engine_ended,
                 self._engine_up,
                 partial(self._engine_settings, pool),
+                self._engine_drafting,
                 partial(self._engine_restarted, engine),
                 partial(self._engine_about, engine),
             )
@@ -329,6 +330,10 @@ class App:
 
     def _engine_up(self, worker: str, up: bool) -> None:
         self._log("engine_up" if up else "engine_down", worker=worker)
+
+    def _engine_drafting(self, worker: str, drafting: Drafting) -> None:
+        if self._recorder is not None:
+            self._recorder.drafting(worker, drafting)
 
     def _engine_settings(self, pool: str, worker: str, settings: Settings) -> None:
         if self._recorder is not None:

@@ -26,7 +26,7 @@ from extproc.engine_pages import (
     read_vllm_metrics,
 )
 from extproc.metrics import Metrics
-from predictor.engines.vllm import Settings
+from predictor.engines.vllm import Drafting, Settings
 from predictor.fleet import Fleet, Ticket
 
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
@@ -46,6 +46,7 @@ class Watchers:
     ended: Callable[[list[Ticket]], None]  # tickets that the engine shows to have ended
     up: Callable[[str, bool], None] = lambda worker, up: None
     settings: Callable[[str, Settings], None] = lambda worker, settings: None
+    drafting: Callable[[str, Drafting], None] = lambda worker, drafting: None
     restarted: Callable[[str], None] = lambda worker: None  # counters fell back, or it says so
     about: Callable[[About], None] = lambda about: None
 
@@ -201,7 +202,9 @@ class Probe:
             if self._fleet.configure(worker, reported):
                 self._watchers.settings(worker, reported)
         if state.drafts is not None:
-            self._fleet.observe_drafts(worker, state.drafts)
+            drafting = self._fleet.observe_drafts(worker, state.drafts)
+            if drafting is not None:
+                self._watchers.drafting(worker, drafting)
         if state.in_progress is not None:
             self._watchers.ended(self._fleet.observe_load(worker, state.in_progress, asked_at_s, self._clock()))
 

@@ -18,12 +18,13 @@ from typing import BinaryIO, Protocol
 import zstandard
 
 from predictor.admission import Refusal
-from predictor.engines.vllm import Settings
+from predictor.engines.vllm import Drafting, Settings
 from predictor.fleet import Decision, Grant, Usage, Wish
 from predictor.hashed_events import HashedEvents
 from predictor.prompt import BlockHasher, HashFamily, Prompt
 from predictor.recording import (
     VERSION,
+    DraftingRecord,
     EndRecord,
     FirstTokenRecord,
     Header,
@@ -86,6 +87,10 @@ class Recorder:
         """It has come, or runs with other settings than before."""
         at_s = self._now_s()
         self._put(200, lambda: self._worker(at_s, pool, worker, settings))
+
+    def drafting(self, worker: str, drafting: Drafting) -> None:
+        at_s = self._now_s()
+        self._put(100, lambda: DraftingRecord(t=at_s, worker=worker, gain=drafting.gain, drafted=drafting.drafted))
 
     def kv(self, worker: str, seq: int, payload: bytes) -> None:
         at_s = self._now_s()

@@ -15,7 +15,7 @@ import numpy as np
 
 from predictor.accuracy import Outcome
 from predictor.clairvoyance import Coming, Costs, Seer
-from predictor.engines.vllm import Settings
+from predictor.engines.vllm import Drafting, Settings
 from predictor.feed_state import Trust
 from predictor.fleet import Fleet, PoolPolicy, Ticket, Usage, Wish, WorkerSpec
 from predictor.kv_events import Arrival, FeedCursor
@@ -23,6 +23,7 @@ from predictor.prefill_cost import LearningPolicy
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, Prompt
 from predictor.recording import (
     BadRecording,
+    DraftingRecord,
     EndRecord,
     FirstTokenRecord,
     Header,
@@ -226,6 +227,9 @@ class Backtest:
         match record:
             case WorkerRecord():
                 self._worker(record)
+            case DraftingRecord():
+                self._known(record.worker, "drafting")
+                self._fleet.set_drafting(record.worker, Drafting(record.gain, record.drafted))
             case KvRecord():
                 self._kv(record)
             case RequestRecord():

@@ -20,7 +20,7 @@ from predictor.admission import Limits, Mode, Reason, Refusal, limits_of, refuse
 from predictor.budget_check import BudgetDoubt
 from predictor.course import State
 from predictor.drafts import DraftCounts
-from predictor.engines.vllm import Sequence, Settings
+from predictor.engines.vllm import Drafting, Sequence, Settings
 from predictor.feed_state import Trust
 from predictor.fleet_view import pool_view
 from predictor.forecast import Forecast
@@ -431,11 +431,19 @@ class Fleet:
             self.finish(ticket.id, Usage(), now_s)
         return ended
 
-    def observe_drafts(self, worker: str, counts: DraftCounts) -> None:
-        """Takes in an engine's own counters of speculative decoding, in tokens since it started."""
-        known = self._pool_of[worker].workers[worker]
-        if known.drafts.count(counts):
-            known.shadow.set_drafting(known.drafts.drafting)
+    def observe_drafts(self, worker: str, counts: DraftCounts) -> Drafting | None:
+        """Takes in an engine's own counters of speculative decoding, in tokens since it started.
+
+        Returns what a decode gets of a step, and takes of it, if that is another than before.
+        """
+        drafts = self._pool_of[worker].workers[worker].drafts
+        if not drafts.count(counts):
+            return None
+        self.set_drafting(worker, drafts.drafting)
+        return drafts.drafting
+
+    def set_drafting(self, worker: str, drafting: Drafting) -> None:
+        self._pool_of[worker].workers[worker].shadow.set_drafting(drafting)
 
     def expire(self, max_age_s: float, now_s: float) -> list[Ticket]:
         """Releases tickets that are older than any request can be, and returns them."""

@@ -45,6 +45,15 @@ class WorkerRecord(_Record, frozen=True, tag="worker"):
     rank: int | None = None
 
 
+class DraftingRecord(_Record, frozen=True, tag="drafting"):
+    """Tokens that each who decodes on it gets out of a step from now on, and that are drafted for it; averages."""
+
+    t: _Seconds
+    worker: _Id
+    gain: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
+    drafted: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
+
+
 class HashedStored(msgspec.Struct, frozen=True, tag="stored", kw_only=True, omit_defaults=True):
     hashes: str  # base64 of little-endian uint64, as all hashes here
     parent: str | None = None
@@ -116,7 +125,8 @@ class EndRecord(_Record, frozen=True, tag="end"):
     attempts: int = 1
 
 
-Record = Header | WorkerRecord | KvRecord | RequestRecord | RefusedRecord | FirstTokenRecord | EndRecord
+_OfEngine = WorkerRecord | DraftingRecord | KvRecord
+Record = Header | _OfEngine | RequestRecord | RefusedRecord | FirstTokenRecord | EndRecord
 
 
 class BadRecording(ValueError):
@@ -131,6 +141,7 @@ _KIND = msgspec.json.Decoder(_Kind)
 _DECODERS: dict[str, msgspec.json.Decoder[Record]] = {
     "header": msgspec.json.Decoder(Header),
     "worker": msgspec.json.Decoder(WorkerRecord),
+    "drafting": msgspec.json.Decoder(DraftingRecord),
     "kv": msgspec.json.Decoder(KvRecord),
     "request": msgspec.json.Decoder(RequestRecord),
     "refused": msgspec.json.Decoder(RefusedRecord),

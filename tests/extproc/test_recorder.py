@@ -13,11 +13,12 @@ from extproc.recorder import Out, Recorder, open_recording
 from extproc.recording_file import read_lines
 from predictor.admission import Refusal
 from predictor.backtest import Backtest
-from predictor.engines.vllm import Settings
+from predictor.engines.vllm import Drafting, Settings
 from predictor.fleet import Fleet, Grant, NoWorker, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.kv_events import decode_batch
 from predictor.prompt import BlockHasher, HashFamily, Namespace, Prompt
 from predictor.recording import (
+    DraftingRecord,
     EndRecord,
     FirstTokenRecord,
     KvRecord,
@@ -79,6 +80,15 @@ def watched(seen: list[Record], path: Path, keep_tokens: bool, lost: list[str]) 
                 recorder.ended(record.id, usage, 200, retried=False)
     recorder.close()
     return path
+
+
+def test_what_drafts_give_is_written_down(tmp_path: Path) -> None:
+    path, clock = tmp_path / "a.jsonl", ManualClock()
+    recorder = Recorder(open_recording(path), clock, BlockHasher(np.random.default_rng(1)), pytest.fail)
+    clock.advance(2.0)
+    recorder.drafting("w", Drafting(gain=2.5, drafted=3.0))
+    recorder.close()
+    assert list(read_records(read_lines(path)))[1:] == [DraftingRecord(t=2.0, worker="w", gain=2.5, drafted=3.0)]
 
 
 def test_with_tokens_everything_is_written_as_it_was_seen(seen: list[Record], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from predictor.kv_events import Cleared, Removed, Stored, Tier
 from predictor.prompt import BlockHasher, HashFamily, Namespace, as_tokens
 from predictor.recording import (
     BadRecording,
+    DraftingRecord,
     EndRecord,
     FirstTokenRecord,
     HashedCleared,
@@ -94,6 +95,13 @@ records = st.one_of(
         settings=st.dictionaries(st.text(), st.one_of(st.integers(-(2**53), 2**53), st.booleans(), st.none())),
         version=st.none() | st.text(),
         rank=st.none() | st.integers(0, 64),
+    ),
+    st.builds(
+        DraftingRecord,
+        t=st.floats(0, 1e9),
+        worker=st.text(min_size=1),
+        gain=st.floats(1, 1000),
+        drafted=st.floats(0, 1000),
     ),
     st.builds(
         RequestRecord,

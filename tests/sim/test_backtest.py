@@ -17,6 +17,7 @@ from predictor.clairvoyance import read_costs
 from predictor.engines.vllm import Settings
 from predictor.recording import (
     BadRecording,
+    DraftingRecord,
     EndRecord,
     FirstTokenRecord,
     Header,
@@ -246,6 +247,22 @@ def test_a_request_that_was_served_elsewhere_is_not_graded() -> None:
     other = WorkerRecord(t=0.0, worker="w1", pool="m")
     backtest = ran(other, asked("a", 1.0), FirstTokenRecord(t=1.5, id="a", worker="w1"), EndRecord(t=2.0, id="a"))
     assert backtest.outcomes[0].actual_ttft_s is None
+
+
+def test_drafts_are_followed_from_when_they_were_seen_on() -> None:
+    """Two hundred decode for another second or two, or, with drafts, a third of that."""
+    crowd = [asked(f"d{number}", 1.0, max_tokens=200) for number in range(4)]
+    begun = [FirstTokenRecord(t=8.0, id=one.id) for one in crowd]
+    late = asked("late", 8.5, prompt_tokens=1500)
+    slow = ran(*crowd, *begun, late)
+    quick = ran(DraftingRecord(t=0.5, worker="w0", gain=3.0, drafted=3.0), *crowd, *begun, late)
+    waits = [backtest.outcomes[-1].wait_s for backtest in (slow, quick)]
+    assert 0 < waits[1] < waits[0]
+
+
+def test_drafts_of_a_worker_that_nobody_knows_are_no_recording() -> None:
+    with pytest.raises(BadRecording, match=r"drafting.*nobody"):
+        ran(DraftingRecord(t=0.5, worker="nobody", gain=3.0))
 
 
 def lessons(start_s: float, count: int = 12) -> list[Record]:
