@@ -145,7 +145,9 @@ class App:
             large_bytes = tokenization.large_bytes if config.large_deadline_s else sys.maxsize
             patience = Patience(large_bytes, gateway.max_message_timeout_s, always=bool(holds))
         processor = Processor(judge, ledger, metrics, log, clock, gateway.ask_for_body, patience, bool(holds))
-        registry.register(FleetCollector(fleet, clock, lambda: processor.open_streams))
+        registry.register(
+            FleetCollector(fleet, clock, lambda: processor.open_streams, metrics.bugs.labels("fleet_view").inc)
+        )
 
         self._config = config
         self._clock = clock

@@ -546,6 +546,12 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
                         f"pools[{number}].workers[{index}].settings.{key}",
                         f"only SGLang has it: cache.rule must be sglang then, and is {worker.cache.rule}",
                     )
+            room = worker.settings.for_engine(worker.cache.rule).max_num_batched_tokens
+            if worker.settings.draft_slots >= room:
+                yield (
+                    f"pools[{number}].workers[{index}].settings.draft_slots",
+                    f"must be less than max_num_batched_tokens, {room}: a step has no room for anybody then",
+                )
             for key in _NOT_TENSORRT_LLMS:
                 if getattr(worker.settings, key) != getattr(_DEFAULTS, key) and worker.cache.rule == "tensorrt_llm":
                     yield (

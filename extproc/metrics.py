@@ -204,13 +204,25 @@ class Metrics:
 class FleetCollector(Collector):
     """Gauges read from the fleet when somebody asks, so that none can drift from what it shows."""
 
-    def __init__(self, fleet: Fleet, clock: Callable[[], float], open_streams: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        clock: Callable[[], float],
+        open_streams: Callable[[], int],
+        on_fault: Callable[[], None] = lambda: None,
+    ) -> None:
         self._fleet = fleet
         self._clock = clock
         self._open_streams = open_streams
+        self._on_fault = on_fault
 
     def collect(self) -> Iterable[Metric]:
-        view = self._fleet.view(self._clock())
+        try:
+            view = self._fleet.view(self._clock())
+        except Exception:
+            # What counts faults must be there to be read when there is one.
+            self._on_fault()
+            return
         yield GaugeMetricFamily("headway_tickets_in_flight", "Granted requests in flight", value=self._fleet.in_flight)
         yield GaugeMetricFamily("headway_streams_open", "Open ext_proc streams", value=self._open_streams())
         skipped = CounterMetricFamily(

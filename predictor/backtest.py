@@ -39,6 +39,9 @@ from predictor.recording import (
 )
 
 _SETTINGS = {one.name: one for one in fields(Settings)}
+_AT_LEAST_ONE = frozenset({"block_size", "num_gpu_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len"})
+_ANY_NUMBER = frozenset({"default_priority_value", "priority_scheduling_preemption_threshold"})
+_MOST = 1e12
 _LEARNING = {one.name: one for one in fields(LearningPolicy)}
 
 
@@ -86,11 +89,22 @@ def read_what_if(overrides: Iterable[str]) -> WhatIf:
     try:
         for values in (settings, *of_worker.values()):
             msgspec.convert(values, Settings)
+            _check_ranges(values)
         policy = msgspec.convert(learning, LearningPolicy)
         outputs = msgspec.convert(outputs, int)
     except msgspec.ValidationError as fault:
         raise BadOverride(f"--what-if: {fault}") from fault
     return WhatIf(settings, of_worker, policy, outputs)
+
+
+def _check_ranges(values: Mapping[str, Any]) -> None:
+    """Raises BadOverride for what no engine can run with."""
+    for key, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        least = 1 if key in _AT_LEAST_ONE else 0
+        if not least <= value <= _MOST and key not in _ANY_NUMBER:
+            raise BadOverride(f"--what-if: {key}={value}: expected a number from {least} to {_MOST:g}")
 
 
 def _known(override: str, key: str, known: Mapping[str, object]) -> None:

@@ -358,7 +358,7 @@ class Course:
     def _lasts(self, step: Step) -> bool:
         """Whether this step is decodes only and will be the same again until somebody comes or goes."""
         queue, settings = self.queue, self.settings
-        taken = len(step.decodes) * (queue.drafting.width + settings.draft_slots)
+        taken = len(step.decodes) * (queue.drafting.width + settings.slots)
         full = len(queue.running) >= settings.max_num_seqs or taken >= settings.max_num_batched_tokens
         full = full and not may_preempt(queue, settings)
         kept_out = queue.shut if self.takes_turns else bool(queue.waiting) and queue.waiting[0] is self.kept_out

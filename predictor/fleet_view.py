@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from predictor.feed_state import Trust
 from predictor.kv_events import Tier
 from predictor.pool import Pool
@@ -51,6 +53,7 @@ def _worker_view(pool: Pool, worker: Worker, now_s: float, budget: Budget) -> di
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "async_scheduling": settings.async_scheduling,
         "step_rule": settings.family,
+        "settings": asdict(settings),
         "tokens_per_decode": round(shadow.drafting.gain, 3),
         "drafted_per_decode": round(shadow.drafting.drafted, 3),
         "token_budget_doubt": pool.budget_doubt(worker).value,

@@ -166,7 +166,7 @@ class RunForward:
         # steps, of which a block holds so many fewer.
         self._drafting, self._drafted_steps = queue.drafting, queue.steps
         self._decode_size = max(1, round(self._size / self._drafting.gain))
-        self._width = self._drafting.width + settings.draft_slots
+        self._width = self._drafting.width + settings.slots
         self._limit = settings.max_num_batched_tokens
         self._slots = settings.max_num_seqs
         self._chunked = settings.enable_chunked_prefill
@@ -227,7 +227,7 @@ class RunForward:
             self._retire_late()
         if not self._decoders and not late and not self._waiting:
             self._set_mark()
-            room = self._limit - self._settings.draft_slots
+            room = self._limit - self._settings.slots
             self._append(ENDLESS, self._cost.step_s(0, 0, 0), 0.0, room, True, ENDLESS, 0)
             return
         if not late and self._waiting and self._decoders and self._wait():
@@ -300,7 +300,7 @@ class RunForward:
 
     def last_step_s(self) -> tuple[float, int]:
         """How long a step takes with who decodes at the end of what is listed, and what one prefill gets of it."""
-        left = self._limit - self._decoders * self._width - self._settings.draft_slots
+        left = self._limit - self._decoders * self._width - self._settings.slots
         return self._cost.step_s(0, 0, self._decoders), max(1, min(left, self._cap))
 
     # Composition
@@ -309,11 +309,12 @@ class RunForward:
         if self._settings.long_prefill_token_threshold_adaptive:
             there = self._decoders + len(self._late) + len(self._waiting)
             self._cap = chunk_cap(there + 1, self._settings)
-        size, gate, cap, slots, width = self._size, self._gate, self._cap, self._settings.draft_slots, self._width
+        size, gate, cap, slots, width = self._size, self._gate, self._cap, self._settings.slots, self._width
         preempted = False
         while True:
-            decoding = min(self._decoders, self._limit // width)
-            budget = self._limit - decoding * width
+            # A step has room for one, whatever is drafted for it.
+            decoding = min(self._decoders, self._limit // width or 1)
+            budget = max(0, self._limit - decoding * width)
             free = self._free
             if gate:
                 free -= self._phases[-self._step % self._decode_size]
@@ -647,8 +648,8 @@ class RunForward:
             left = late.prompt_tokens + late.generated - late.computed
             if left == 1 and late.generated:
                 left = self._drafting.width
-            want = min(left, self._cap, max(0, budget - self._settings.draft_slots))
-            budget -= want + self._settings.draft_slots
+            want = min(left, self._cap, max(0, budget - self._settings.slots))
+            budget -= want + self._settings.slots
             new = -(-(late.computed + want) // self._size) - late.blocks - late.shared_blocks
             if new > 0:
                 need += new

@@ -62,6 +62,11 @@ class Settings:
         return self.num_gpu_blocks - 1
 
     @property
+    def slots(self) -> int:
+        """`draft_slots`, but for a token that an engine must have room for if it is to do anything."""
+        return min(self.draft_slots, max(0, self.max_num_batched_tokens - 1))
+
+    @property
     def caps_prompts(self) -> bool:
         """Whether a long prompt gets a part of a step only, and leaves the rest to others."""
         return self.family == "vllm" and 0 < self.long_prefill_token_threshold < self.max_num_batched_tokens
@@ -255,7 +260,7 @@ def room_beside(decodes: int, settings: Settings, drafting: Drafting = NO_DRAFTS
     """Tokens that the only prefill gets in a step, beside so many decodes."""
     if settings.family == "sglang":
         return settings.max_num_batched_tokens
-    left = settings.max_num_batched_tokens - decodes * (drafting.width + settings.draft_slots) - settings.draft_slots
+    left = settings.max_num_batched_tokens - decodes * (drafting.width + settings.slots) - settings.slots
     return min(chunk_cap(decodes + 1, settings), max(1, left))
 
 
@@ -287,7 +292,7 @@ def schedule(queue: Queue, settings: Settings, newcomers: int = 0, lookup: Looku
     `newcomers` requests are imagined behind the queue: they count where the engine counts requests, and `room` is what
     they could take. `lookup` is asked for each request whose admission is tried.
     """
-    slots, width = settings.draft_slots, queue.drafting.width
+    slots, width = settings.slots, queue.drafting.width
     budget = settings.max_num_batched_tokens - slots  # whoever is next takes its slots besides
     cap = chunk_cap(len(queue) + newcomers, settings)
     size, gain, drafts = settings.block_size, queue.next_gain(), queue.drafting.gains

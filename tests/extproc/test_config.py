@@ -664,6 +664,14 @@ TENSORRT_LLM = """pools:
 """
 
 
+def test_a_drafter_that_takes_whole_steps_is_a_fault_whether_their_size_is_given_or_assumed() -> None:
+    text = "pools:\n- name: p\n  workers:\n  - {name: w, endpoint: 'h:1', settings: {%s}}\n"
+    where = "f.yaml:4: pools[0].workers[0].settings.draft_slots: must be less than max_num_batched_tokens"
+    (found,) = faults(text % "draft_slots: 200, max_num_batched_tokens: 200")
+    assert found.startswith(f"{where}, 200:")
+    assert parse_config(text % "draft_slots: 199, max_num_batched_tokens: 200", "f").pools[0].workers
+
+
 def test_of_tensorrt_llm_the_defaults_are_its_own() -> None:
     worker = parse_config(TENSORRT_LLM % "", "f").pools[0].workers[0]
     told = worker.settings.for_engine(worker.cache.rule)

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from extproc.metrics import Metrics
+from extproc.metrics import FleetCollector, Metrics
 from predictor.engines.vllm import Settings
 from predictor.feed_state import Trust
 from predictor.fleet import Grant, Usage, Wish
@@ -142,6 +142,18 @@ async def test_gauges_show_the_fleet_as_it_is() -> None:
     assert sum(values(families["headway_index_skipped"]).values()) == 1
     filter_.fleet.finish("t", Usage(), clock())
     assert gauge("in_flight") == 0
+
+
+async def test_a_fleet_that_cannot_be_shown_leaves_the_rest_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    filter_ = Filter({"a": "10.0.0.1:8000"}, ManualClock())
+    faults: list[str] = []
+    collector = FleetCollector(filter_.fleet, ManualClock(), lambda: 0, lambda: faults.append("fleet_view"))
+    monkeypatch.setattr(filter_.fleet, "view", lambda now_s: 1 / 0)
+    registry = CollectorRegistry()
+    Metrics(registry)
+    registry.register(collector)
+    assert "headway_bugs" in page(registry)
+    assert faults
 
 
 def test_it_is_counted_how_often_an_engine_did_otherwise_than_its_replay_had_it() -> None:

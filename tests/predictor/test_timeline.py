@@ -122,6 +122,28 @@ def test_so_it_does_where_drafts_take_room_in_each_step_and_some_of_them_are_acc
     assert priced_s == pytest.approx(expected_s, abs=1e-6)
 
 
+@pytest.mark.parametrize(("slots", "drafted"), [(8, 0.0), (500, 0.0), (0, 40.0), (7, 40.0)])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_what_a_step_has_no_room_for_delays_and_breaks_nothing(
+    slots: int, drafted: float, async_scheduling: bool
+) -> None:
+    settings = Settings(max_num_batched_tokens=8, max_num_seqs=4, draft_slots=slots, async_scheduling=async_scheduling)
+    queue = Queue(drafting=Drafting(2.0, drafted))
+    for number in range(6):
+        queue.waiting.append(Sequence(f"s{number}", 20, 0, 5))
+    ends_at = {f"s{number}": 5 for number in range(6)}
+    for number in range(600):
+        if not number % 20:
+            timeline = Timeline(0.0, RunForward(queue, settings, MEASURED, ends_at))
+            assert 0 < timeline.finish_s(30, 0) < float("inf")
+        step = schedule(queue, settings)
+        for seq in [seq for seq in queue.running if seq.generated >= 5]:
+            queue.running.remove(seq)
+        if step.empty:
+            break
+    assert not len(queue)
+
+
 @given(shape=shapes(), tokens=st.lists(st.integers(1, 400), min_size=2, max_size=6))
 @hypothesis_settings(max_examples=200, deadline=None)
 def test_more_tokens_are_never_done_earlier_and_nothing_ends_before_it_is_admitted(

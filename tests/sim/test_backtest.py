@@ -177,6 +177,10 @@ def test_what_is_assumed_of_an_unlearned_worker_may_be_changed(recording: list[b
         ("max_num_seqs=many", r"Expected `int`, got `str` - at `\$.max_num_seqs`"),
         ("w1:max_num_seqs=1.5", "Expected `int`, got `float`"),
         ("default_output_tokens=x", "Expected `int`, got `str`"),
+        ("block_size=0", "block_size=0: expected a number from 1 to"),
+        ("max_num_batched_tokens=0", "max_num_batched_tokens=0: expected a number from 1 to"),
+        ("w1:max_num_seqs=0", "max_num_seqs=0: expected a number from 1 to"),
+        ("draft_slots=-3", "draft_slots=-3: expected a number from 0 to"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(override: str, says: str) -> None:
