@@ -95,7 +95,7 @@ class Course:
         self.composes_s: float | None = None
         self.lead_s = 0.0  # so much earlier it is known who is part of it
         self.interval: StepInterval | None = None
-        self.given_up: Step | None = None  # under way, and it prefills a sequence that has left
+        self._given_up: Step | None = None
         # It could not be let into the newest step, nor into any like it before something else happens than decodes.
         self.kept_out: Sequence | None = None
         # These have decoded for as many steps as were guessed: what one of them shows is true of all.
@@ -135,6 +135,15 @@ class Course:
         """Prefill and decode steps take turns, so that all who decode have had the same decode steps."""
         return self.settings.family == "sglang"
 
+    @property
+    def given_up(self) -> bool:
+        """Whether a step is under way that prefills a sequence that has left."""
+        return self._given_up is not None and any(item.step is self._given_up for item in self.under_way)
+
+    def gives_up(self, step: Step) -> None:
+        """A sequence that this step prefills has left."""
+        self._given_up = step
+
     def wake(self, now_s: float) -> bool:
         """With nothing to do, it composes its next step now; False if it is at work."""
         if self.under_way or self.composes_s is not None:
@@ -144,7 +153,7 @@ class Course:
 
     def rest(self) -> None:
         """It has nothing to do any more, if nobody is left."""
-        if not self.sequences and self.given_up is None:
+        if not self.sequences and not self.given_up:
             self.under_way.clear()
             self.interval = self.composes_s = None
 
@@ -183,15 +192,11 @@ class Course:
 
     def _loaded(self) -> Load:
         # What the steps under way do has not happened yet: tokens to come, and where chunks begin.
-        to_come: dict[int, int] = {}
+        to_come = self._to_come()
         starts: dict[int, int] = {}
         for item in self.under_way:
-            for seq, gained in item.step.gained():
-                to_come[id(seq)] = to_come.get(id(seq), 0) + gained
-            for seq, start, end in item.step.chunks:
+            for seq, start, _ in item.step.chunks:
                 starts[id(seq)] = min(start, starts.get(id(seq), start))
-                if completes(seq, end):
-                    to_come[id(seq)] = to_come.get(id(seq), 0) + 1
         prefilling = tokens = 0
         most = len(self.under_way) * self.queue.drafting.width
         for seq in self.sequences.values():
@@ -204,6 +209,17 @@ class Course:
                 if left > 0:
                     tokens += left
         return Load(prefilling, len(self.sequences) - prefilling, tokens)
+
+    def _to_come(self) -> dict[int, int]:
+        """By sequence, tokens of the steps under way."""
+        to_come: dict[int, int] = {}
+        for item in self.under_way:
+            for seq, gained in item.step.gained():
+                to_come[id(seq)] = to_come.get(id(seq), 0) + gained
+            for seq, _, end in item.step.chunks:
+                if completes(seq, end):
+                    to_come[id(seq)] = to_come.get(id(seq), 0) + 1
+        return to_come
 
     def emitted(self, seq: Sequence) -> int:
         """Tokens of it that have left the engine."""
@@ -302,8 +318,6 @@ class Course:
     def end_step(self, end_s: float) -> None:
         """The oldest step under way has ended; the next one is composed soon."""
         ended = self.under_way.popleft().step
-        if self.given_up is ended:
-            self.given_up = None
         if self.interval is not None:
             self.interval.add(ended)
         if self.takes_turns:
@@ -383,8 +397,11 @@ class Course:
             gained = queue.drafting.gained(queue.steps, more)
             queue.steps += more
             for seq in oldest.step.decodes:
-                seq.generated += gained
-                seq.computed += gained
+                tokens = gained
+                if seq.max_output is not None:
+                    tokens = max(0, min(gained, seq.max_output - seq.generated))
+                seq.generated += tokens
+                seq.computed += tokens
                 if queue.free_blocks is not None:
                     new = -(-seq.computed // size) - seq.blocks - seq.shared_blocks
                     if new > 0:
@@ -440,8 +457,9 @@ class Course:
         if interval is not None and interval.plain >= steps:
             interval.plain -= steps
             interval.steps -= steps
+            to_come = self._to_come()
             for other in self.queue.running:
-                if other.generated > steps and not other.prefilling:
+                if other.generated - to_come.get(id(other), 0) > steps and not other.prefilling:
                     self.move_decodes(other, -steps)
                     interval.decoding -= steps
         else:
@@ -452,7 +470,7 @@ class Course:
 
     def move_decodes(self, seq: Sequence, steps: int) -> None:
         """It has generated so many tokens more than was counted, or less."""
-        steps = max(steps, 1 - seq.generated)
+        steps = max(steps, 1 - seq.generated, -seq.computed)
         if seq.max_output is not None:
             steps = min(steps, seq.max_output - seq.generated)
         seq.generated += steps

@@ -55,10 +55,13 @@ class Drafts:
             return False
         gain, drafted = 1.0 + self._accepted / self._steps, self._drafted / self._steps
         known = self.drafting
+        if drafted < _SAME_RATIO:
+            self.drafting = NO_DRAFTS
+            return known.gains
         if abs(gain - known.gain) <= _SAME_RATIO * known.gain and abs(drafted - known.drafted) <= _SAME_RATIO:
             return False
-        self.drafting = Drafting(min(gain, _MOST), min(drafted, _MOST)) if drafted else NO_DRAFTS
-        return self.drafting != known
+        self.drafting = Drafting(min(gain, _MOST), min(drafted, _MOST))
+        return True
 
 
 def _difference(now: DraftCounts, before: DraftCounts) -> DraftCounts | None:

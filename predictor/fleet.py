@@ -19,8 +19,8 @@ import numpy as np
 from predictor.admission import Limits, Mode, Reason, Refusal, limits_of, refuse
 from predictor.budget_check import BudgetDoubt
 from predictor.course import State
-from predictor.drafts import DraftCounts
-from predictor.engines.vllm import Drafting, Sequence, Settings
+from predictor.drafts import DraftCounts, Drafts
+from predictor.engines.vllm import NO_DRAFTS, Drafting, Sequence, Settings
 from predictor.feed_state import Trust
 from predictor.fleet_view import pool_view
 from predictor.forecast import Forecast
@@ -431,12 +431,19 @@ class Fleet:
             self.finish(ticket.id, Usage(), now_s)
         return ended
 
-    def observe_drafts(self, worker: str, counts: DraftCounts) -> Drafting | None:
-        """Takes in an engine's own counters of speculative decoding, in tokens since it started.
+    def observe_drafts(self, worker: str, counts: DraftCounts | None) -> Drafting | None:
+        """Takes in an engine's own counters of speculative decoding, in tokens since it started; None: it has none.
 
         Returns what a decode gets of a step, and takes of it, if that is another than before.
         """
-        drafts = self._pool_of[worker].workers[worker].drafts
+        known = self._pool_of[worker].workers[worker]
+        if counts is None:
+            known.drafts = Drafts()
+            if known.shadow.drafting == NO_DRAFTS:
+                return None
+            self.set_drafting(worker, NO_DRAFTS)
+            return NO_DRAFTS
+        drafts = known.drafts
         if not drafts.count(counts):
             return None
         self.set_drafting(worker, drafts.drafting)

@@ -124,7 +124,7 @@ def forecast(
                 budget.left -= WORK_UNDER_CAP
         else:
             done_s += arrivals.stretch_s(course, own_before_s, cost, now_s)
-    prefill_s = cost.alone_s(cached_tokens, prompt_tokens, settings.max_num_batched_tokens)
+    prefill_s = cost.alone_s(cached_tokens, prompt_tokens, settings.most_in_a_step(prompt_tokens))
     wait_s = max(0.0, done_s - now_s - prefill_s)
     overhead_s = cost.overhead_s(prompt_tokens)
     kind = Kind(waits=wait_s > _NO_WAIT_S, sure=exact_tokens and trusted and basis is Basis.CURVE)

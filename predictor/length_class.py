@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+# The highest class of either kind.
+_CLASSES = 9
 # Ends of a class that is unlike others come more or less often by a factor with a gamma distribution of this shape, one
 # in each band of lengths: half as often to twice, give or take. So likely it is, to begin with, that a class is unlike.
 _FACTOR_SHAPE, _UNLIKE = 2.0, 0.1
@@ -22,7 +24,9 @@ class LengthClass(NamedTuple):
     @classmethod
     def of(cls, prompt_tokens: int, max_tokens: int | None) -> LengthClass:
         prompt = _power_of_four(prompt_tokens, 4)
-        return cls(prompt, 0 if max_tokens is None else 1 + _power_of_four(max_tokens, 3))
+        limit = 0 if max_tokens is None else 1 + _power_of_four(max_tokens, 3)
+        # Callers choose these numbers: more than any model takes or gives makes no class of its own.
+        return cls(min(prompt, _CLASSES), min(limit, _CLASSES))
 
 
 def _power_of_four(tokens: int, first: int) -> int:

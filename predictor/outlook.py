@@ -135,7 +135,9 @@ class Outlook:
         timeline = self.standing(begins_s, budget.glance() if budget is not None else None)
         if timeline is not None:
             return timeline
-        if not coming.fresh:
+        if coming.fresh:
+            coming.begins_s = begins_s
+        else:
             coming.begins_s = max(coming.begins_s, begins_s - coming.run.clock_s)
         return coming.timeline()
 

@@ -229,7 +229,8 @@ class OutputLengths:
     def recall(self, memory: Iterable[LengthRow]) -> None:
         """Begins with what an earlier process has learned."""
         known = [_End(row.tokens, row.whole, 0, _class_of(row)) for row in memory if 0 < row.tokens <= _LONGEST]
-        self._ended.extendleft(reversed(known))
+        newest = [*known, *self._ended][-_WINDOW:]
+        self._ended = deque(newest, maxlen=_WINDOW)
         self._begin()
 
 

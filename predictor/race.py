@@ -78,7 +78,7 @@ class Race:
         for place, worker in enumerate(workers):
             found = self._found[worker.spec.name]
             saved = found.tokens
-            own_s = worker.cost.cost.alone_s(saved, tokens, worker.settings.max_num_batched_tokens) + found.load_s
+            own_s = worker.cost.cost.alone_s(saved, tokens, worker.settings.most_in_a_step(tokens)) + found.load_s
             if saved:
                 cached.append((own_s, place))
             bound_s = weight * own_s
@@ -174,7 +174,9 @@ class Race:
                     # What is on its way to being a sample counts, or requests in a row would all go to one worker.
                     samples=worker.cost.samples + len(worker.tickets),
                     recent_share=grants[worker.spec.name] / recent,
-                    uncached_prefill_s=cost.alone_s(0, priced.prompt_tokens, worker.settings.max_num_batched_tokens),
+                    uncached_prefill_s=cost.alone_s(
+                        0, priced.prompt_tokens, worker.settings.most_in_a_step(priced.prompt_tokens)
+                    ),
                     eviction_s=home.reuse * cost.tokens_s(0, home.evicted_tokens(worker, priced)),
                     session=worker.spec.name == last,
                     crowded_out=0.0 if limits.bounded else self._crowds_out(priced.wait_s, priced.prefill_s),

@@ -96,7 +96,7 @@ class Shadow:
     @property
     def prefilling(self) -> int:
         """Sequences whose prefill is waiting or under way."""
-        return self._course.load.prefilling + (self._course.given_up is not None)
+        return self._course.load.prefilling + self._course.given_up
 
     @property
     def decoding(self) -> int:
@@ -277,7 +277,7 @@ class Shadow:
         course.changed()
         oldest = self._under_way[0].step if self._under_way else None
         if oldest is not None and seq.watched and any(seq is other for other, _, _ in oldest.chunks):
-            course.given_up = oldest
+            course.gives_up(oldest)
         course.rest()
 
     def settle(self, now_s: float | None = None) -> None:

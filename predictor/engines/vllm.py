@@ -61,6 +61,10 @@ class Settings:
             return self.num_gpu_blocks
         return self.num_gpu_blocks - 1
 
+    def most_in_a_step(self, tokens: int) -> int:
+        """Of a prompt of so many tokens: all, where prompts are not cut."""
+        return self.max_num_batched_tokens if self.enable_chunked_prefill else max(tokens, self.max_num_batched_tokens)
+
     @property
     def slots(self) -> int:
         """`draft_slots`, but for a token that an engine must have room for if it is to do anything."""
@@ -418,7 +422,7 @@ def undo(queue: Queue, step: Step) -> None:
         seq.computed -= gained
         seq.generated -= gained
     for seq, start, end in step.chunks:
-        if end == seq.prompt_tokens + seq.generated - 1:
+        if seq.generated and end == seq.prompt_tokens + seq.generated - 1:
             seq.generated -= 1
         seq.computed = start
     admitted = {id(seq) for seq, _, _ in step.chunks[len(step.chunks) - step.admitted :]}

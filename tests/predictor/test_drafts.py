@@ -122,3 +122,23 @@ def test_blocks_that_decodes_fill_tell_that_a_step_ended_and_not_how_many() -> N
     assert a.computed >= 48
     assert b.computed <= 48
     assert len(samples) == learned
+
+
+def test_an_engine_that_comes_back_without_a_drafter_drafts_no_more() -> None:
+    rng = np.random.default_rng(1)
+    fleet = Fleet([PoolPolicy("pool")], BlockHasher(rng), rng)
+    fleet.join("pool", WorkerSpec("w", "10.0.0.1:8000", Settings()))
+    assert fleet.observe_drafts("w", DraftCounts(2500, 3000, 1500)) == EAGLE
+    assert fleet.observe_drafts("w", None) is NO_DRAFTS
+    assert fleet.observe_drafts("w", None) is None
+    assert fleet.observe_drafts("w", DraftCounts(2500, 3000, 1500)) == EAGLE
+
+
+def test_an_engine_that_stops_drafting_counts_steps_again() -> None:
+    drafts = Drafts()
+    drafts.count(DraftCounts(2_500, 3_000, 1_500))
+    generated = 2_500
+    for _ in range(200):
+        generated += 5_000
+        drafts.count(DraftCounts(generated, 3_000, 1_500))
+    assert drafts.drafting is NO_DRAFTS

@@ -817,7 +817,7 @@ class FleetMachine(RuleBasedStateMachine):
         assert set(per_worker) <= set(pool.workers)
         for name, worker in pool.workers.items():
             assert len(worker.tickets) == len(worker.shadow) == per_worker[name]
-            given_up = int(worker.shadow._course.given_up is not None)
+            given_up = int(worker.shadow._course.given_up)
             assert worker.shadow.prefilling - given_up + worker.shadow.decoding == per_worker[name]
             assert all(self.fleet.ticket(ticket_id) is ticket for ticket_id, ticket in worker.tickets.items())
             assert worker.shadow.timeline(self.now_s).finish_s(1) >= self.now_s

@@ -312,7 +312,7 @@ def test_whatever_comes_in_whatever_order_at_whatever_cost_the_work_is_bounded(
         timeline = shade.timeline(now_s)
         assert timeline.finish_s(1) >= timeline.admitted_s() >= now_s
         assert len(shade) == len(known)
-        assert shade.prefilling - (shade._course.given_up is not None) + shade.decoding == len(known)
+        assert shade.prefilling - shade._course.given_up + shade.decoding == len(known)
 
 
 def test_steps_that_cost_nothing_pass_a_night_at_once() -> None:
@@ -802,3 +802,26 @@ def test_an_engine_that_composes_otherwise_from_now_on_is_followed_through_steps
             sequences = [*state.queue.running, *state.queue.waiting]
             assert all(seq.computed >= 0 and seq.blocks >= 0 for seq in sequences), f"seed {seed}"
             assert state.queue.free_blocks == 59 - sum(seq.blocks for seq in sequences), f"seed {seed}"
+
+
+def test_somebody_who_hung_up_in_a_step_that_is_taken_back_leaves_nothing_behind() -> None:
+    shade = Shadow(Settings(max_num_batched_tokens=100), StepCost(0.0, 0.0, 0.01, 1e-4, 0.0, 0.0))
+    shade.book(Sequence("decodes", 50, 0, 100), 0.0)
+    shade.first_token("decodes", 0.015)
+    shade.book(Sequence("gives up", 500, 0, 100), 0.016)
+    shade.advance(0.03)
+    shade.finish("gives up", 0.031)
+    for tokens in range(1, 8):
+        shade.finish("decodes", 0.032 + tokens / 1000, tokens)
+    shade.advance(1.0)
+    assert (len(shade), shade.prefilling, shade.decoding) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("family", ["vllm", "sglang", "tensorrt_llm"])
+def test_nobody_is_taken_to_decode_beyond_what_was_asked_for_however_long_its_end_is_late(family: str) -> None:
+    shade = Shadow(Settings(num_gpu_blocks=400, family=family), StepCost(0.0, 0.0, 0.01, 1e-4, 0.0, 0.0))  # type: ignore[arg-type]
+    shade.book(Sequence("r", 50, 0, 100, max_output=7), 0.0)
+    shade.first_token("r", 0.02)
+    shade.advance(60.0)
+    (seq,) = shade.state(60.0).queue.running
+    assert seq.generated <= 7
