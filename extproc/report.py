@@ -31,7 +31,7 @@ def fetch_metrics(admin_url: str) -> str:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             text: str = answer.read().decode()
     except urllib.error.HTTPError as fault:
-        if fault.code >= 500:
+        if fault.code >= http.HTTPStatus.INTERNAL_SERVER_ERROR:
             raise NoReport(f"{url}: status {fault.code}: the filter's log has the fault (`event` `bug`)") from fault
         raise NoReport(f"{url}: status {fault.code}: {_NOT_ONE}") from fault
     except urllib.error.URLError as fault:
