@@ -398,7 +398,7 @@ class Course:
             queue.steps += more
             for seq in oldest.step.decodes:
                 tokens = gained
-                if seq.max_output is not None:
+                if seq.max_output is not None and not self.takes_turns:
                     tokens = max(0, min(gained, seq.max_output - seq.generated))
                 seq.generated += tokens
                 seq.computed += tokens

@@ -175,8 +175,6 @@ class PrefillCost:
         self._requests = self._intervals = 0
         self._prefill_drift, self._decode_drift, self._grade_drift = Drift(), Drift(), Drift()
         self._ungraded_intervals = 0
-        self._told_by_decodes = 0.0  # the last change that prefills were taken along by, a logarithm
-        self._decodes_apart = False  # that was wrong once: decode steps change for reasons of their own here
         self._coefficients: Array = np.zeros(FEATURES)
         self.cost = _default_cost(self._policy)
         self.basis = Basis.DEFAULT
@@ -320,19 +318,12 @@ class PrefillCost:
         self._fit()
         as_it_is = self._misfit(change.since)
         before = self._samples, self.cost, self._coefficients
-        # Steps of the other kind seen since have had their say. Before there are any, a worker is slow at everything;
-        # but of decode steps that are little off that is not believed: contexts that grow do that.
-        others = (self._decode_drift if prefill else self._prefill_drift).since(change.since)
-        settled = len(others) >= _SETTLED and abs(float(np.median(others))) < abs(change.level) / 2
-        were_taken_along = prefill and self._told_by_decodes * change.level < 0
-        if not prefill:
-            settled = settled or self._decodes_apart or abs(change.level) < _WHOLE_WORKER
-        elif were_taken_along:
-            settled = True
-        self._rescale(change, prefills=prefill or not settled, decodes=not prefill or not settled)
+        # Decode steps seen since have had their say. What they are off by alone is no change of prefill: contexts that
+        # grow do that, and two steps that are taken for one.
+        decodes = self._decode_drift.since(change.since) if prefill else []
+        settled = len(decodes) >= _SETTLED and abs(float(np.median(decodes))) < abs(change.level) / 2
+        self._rescale(change, prefills=prefill, decodes=not settled)
         if self._misfit(change.since) < _CHANGE_GAIN * as_it_is:
-            self._decodes_apart = self._decodes_apart or were_taken_along
-            self._told_by_decodes = 0.0 if prefill or settled else change.level
             self._changed()
         else:
             self._samples, self.cost, self._coefficients = before
@@ -472,8 +463,6 @@ _GRADE_DRIFT = 0.3
 _FASTEST_CHANGE = log(8.0)
 _CHANGE_GAIN = 0.8  # what must be left of the misfit at most
 _SETTLED = 4
-# Decode steps that are off by so much tell of the whole worker.
-_WHOLE_WORKER = log(1.5)
 
 
 def _bend(fit: Fit, plain: Array, columns: list[int], bends: Iterable[int]) -> tuple[Array, int]:

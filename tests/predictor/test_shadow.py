@@ -817,7 +817,7 @@ def test_somebody_who_hung_up_in_a_step_that_is_taken_back_leaves_nothing_behind
     assert (len(shade), shade.prefilling, shade.decoding) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("family", ["vllm", "sglang", "tensorrt_llm"])
+@pytest.mark.parametrize("family", ["vllm", "tensorrt_llm"])
 def test_nobody_is_taken_to_decode_beyond_what_was_asked_for_however_long_its_end_is_late(family: str) -> None:
     shade = Shadow(Settings(num_gpu_blocks=400, family=family), StepCost(0.0, 0.0, 0.01, 1e-4, 0.0, 0.0))  # type: ignore[arg-type]
     shade.book(Sequence("r", 50, 0, 100, max_output=7), 0.0)

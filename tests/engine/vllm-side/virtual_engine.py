@@ -201,7 +201,7 @@ def engine_core(settings: Any, costs: Any, model: str) -> Any:
         enable_prefix_caching=True,
         kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
         distributed_executor_backend=VirtualExecutor,
-        speculative_config=_speculation(settings.num_speculative_tokens),
+        speculative_config=_speculation(getattr(settings, "num_speculative_tokens", 0)),
     )
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     config.scheduler_config.async_scheduling = settings.async_scheduling
