@@ -93,8 +93,8 @@ class PrefillFirst:
     __slots__ = (
         "_chunk", "_cost", "_cut", "_decoders", "_decodes_first", "_ends", "_far", "_far_until", "_free",
         "_lag", "_mark", "_near", "_near_until", "_number", "_offered", "_paces", "_phases", "_place", "_preempts",
-        "_ratio", "_settings", "_shut", "_states", "_steps", "_unseen", "_waiting", "_waiting_blocks", "_whole",
-        "clock_s", "first_open", "gated", "mixes", "spans", "work",
+        "_ratio", "_settings", "_shut", "_states", "_steps", "_unseen", "_waiting", "_waiting_blocks", "_was_tried",
+        "_whole", "clock_s", "first_open", "gated", "mixes", "spans", "work",
     )  # fmt: skip
 
     def __init__(
@@ -125,6 +125,7 @@ class PrefillFirst:
         self._waiting_blocks = 0
         self._paces: list[tuple[float, int]] = []  # when each span began, and the blocks that waited then
         self._mark: dict[str, Any] | None = None  # the state before the first opening
+        self._was_tried = False  # the mark stays, though no opening was listed
         self._states: list[dict[str, Any]] = []  # and before each, where a newcomer's course is listed step by step
         for seq in queue.waiting:
             self._wait(seq.copy())
@@ -173,9 +174,12 @@ class PrefillFirst:
         state: dict[str, Any] = {}
         if (not listed or (self.mixes and listed < _MOST_STATES)) and self._leaves_room():
             state = self._snapshot()
-            if not listed:
+            if not listed and not self._was_tried:
                 self._mark = state
+        emptied = bool(self._waiting)
         self._go_on()
+        # In a batch that empties the queue the next to come would have been tried too, though it would not get in.
+        self._was_tried = self._was_tried or (self._mark is state and emptied and not self._waiting)
         if self.mixes and state and len(self._states) == listed:
             self._states += [state] * (len(self.spans) - listed)
 
@@ -245,7 +249,7 @@ class PrefillFirst:
         """One more comes to wait behind all others. What is ahead of it stands as it was listed."""
         if self._mark is not None:
             self._restore(self._mark)
-            self._mark = None
+            self._mark, self._was_tried = None, False
         self.work += 1
         self._whole[seq.id] = end
         self._wait(seq.copy())
@@ -469,7 +473,7 @@ class PrefillFirst:
                     steps = min(steps, max(1, int(self._free * settings.block_size - reserved) // want))
             batch.append((seq, want))
             self._shut = False
-        while waiting:
+        while waiting and intake.takes_more:
             if self._preempts and (is_full := is_full or intake.full):
                 if not (given := self._make_way(waiting[0], intake)):
                     break

@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from predictor.prefill_cost import StepCost
 from predictor.prefill_first import PrefillFirst, PrefillFirstTimeline
 from predictor.run_forward import Budget
 
-LINES_A_SPAN = 200
+LINES_A_SPAN = 220
 MEASURED = StepCost(0.0, 0.0, 0.005, 30e-6, 37e-12, 50e-6)
 
 
@@ -156,7 +156,35 @@ def ranked(draw: st.DrawFn) -> tuple[Shape, int]:
     )
 
 
+def one_who_gives_way_to_another_than_the_newcomer() -> tuple[Shape, int]:
+    """With its priority: it waits behind the newcomer from then on, and shares its batch."""
+    settings = Settings(
+        family="sglang", block_size=4, max_num_batched_tokens=32, max_num_seqs=2, scheduling_policy="priority"
+    )
+    decoding = Sequence("p1", 1, 1, 2, generated=1, max_output=2, arrived=1)
+    cut = Sequence("p0", 29, 28, 1, max_output=1, priority=5)
+    queue = Queue([decoding, cut])
+    queue.waiting.append(Sequence("p2", 1, 0, 1, max_output=1, priority=-20, arrived=2))
+    return Shape(queue, settings, StepCost(0.0, 0.0, 0.01, 0.001, 0.0, 0.002), {"p0": 1, "p1": 2, "p2": 1}), 0
+
+
+def nobody_gives_way_to_one_for_whom_the_batch_has_no_tokens() -> tuple[Shape, int]:
+    settings = Settings(
+        family="sglang", block_size=4, max_num_batched_tokens=32, max_num_seqs=3, scheduling_policy="priority"
+    )
+    decoding = [
+        Sequence("p0", 1, 1, 2, generated=1, max_output=2, priority=-20),
+        Sequence("p1", 1, 1, 2, generated=1, max_output=2, arrived=1),
+    ]
+    queue = Queue([*decoding, Sequence("p2", 85, 24, 1, max_output=1, arrived=2)])
+    queue.waiting.append(Sequence("p3", 1, 0, 1, max_output=1, priority=-20, arrived=3))
+    ends_at = {"p0": 2, "p1": 2, "p2": 1, "p3": 1}
+    return Shape(queue, settings, StepCost(0.0, 0.0, 0.01, 0.001, 0.0, 0.002), ends_at), 0
+
+
 @given(ranked(), st.integers(1, 100))
+@example(nobody_gives_way_to_one_for_whom_the_batch_has_no_tokens(), 1)
+@example(one_who_gives_way_to_another_than_the_newcomer(), 1)
 @hypothesis_settings(max_examples=300, deadline=None)
 def test_who_overtakes_and_takes_slots_by_priority_is_priced_exactly(ranked: tuple[Shape, int], tokens: int) -> None:
     shape, place = ranked
@@ -164,7 +192,8 @@ def test_who_overtakes_and_takes_slots_by_priority_is_priced_exactly(ranked: tup
 
     def drop_behind() -> None:
         """What those behind the newcomer share its last batch with is another question."""
-        queue.waiting = deque(seq for seq in queue.waiting if seq is newcomer or seq.priority <= place)
+        ahead = (place, newcomer.arrived)
+        queue.waiting = deque(seq for seq in queue.waiting if (seq.priority, seq.arrived) <= ahead)
 
     newcomer = Sequence("newcomer", tokens, 0, 10**9, max_output=0, priority=place, arrived=ARRIVALS_APART)
     drop_behind()
@@ -180,6 +209,23 @@ def test_who_overtakes_and_takes_slots_by_priority_is_priced_exactly(ranked: tup
     assert timeline.finish_s(tokens) + shape.cost.tokens_s(0, tokens) == pytest.approx(clock_s, abs=1e-6)
 
 
+def whole_prompts_in_little_space() -> Shape:
+    settings = Settings(
+        family="sglang",
+        block_size=16,
+        num_gpu_blocks=18,
+        max_num_batched_tokens=100_000,
+        max_num_seqs=5,
+        enable_chunked_prefill=False,
+        max_prefill_tokens=100,
+    )
+    decoding = Sequence("p0", 17, 17, 42, generated=1, max_output=42, blocks=2)
+    queue = Queue([decoding], free_blocks=16, reserve_ratio=LAST_RATIO)
+    return Shape(queue, settings, StepCost(0.0, 0.0, 0.001, 0.001, 0.0, 0.0), {"p0": 42})
+
+
+# The last is turned away from a batch that had no room for it, and shuts the door.
+@example(whole_prompts_in_little_space(), [(1, 4), (1, 4), (49, 5), (19, 60)])
 @given(shape=shapes(space=True), later=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 60)), max_size=4))
 @hypothesis_settings(max_examples=200, deadline=None)
 def test_what_is_booked_later_is_added_as_if_it_had_been_there(shape: Shape, later: list[tuple[int, int]]) -> None:
