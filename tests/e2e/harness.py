@@ -119,6 +119,7 @@ class Answer:
     @property
     def engine(self) -> str:
         """Who served it, in the engine's own words."""
+        assert "x-engine-name" in self.headers, f"served by no engine: {self}"
         return self.headers["x-engine-name"]
 
     @property

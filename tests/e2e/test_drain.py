@@ -13,11 +13,20 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def bench() -> AsyncIterator[Bench]:
+async def shared() -> AsyncIterator[Bench]:
     engines = [quick(name, prefill_us_per_token=300, decode_ms=20) for name in "ab"]
     async with running(engines, pool={"learning": {"min_samples": 3, "share": 0.34}}) as bench:
         await bench.learn()
         yield bench
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def bench(shared: Bench) -> AsyncIterator[Bench]:
+    """With two workers that take requests, whatever a test before has left."""
+    yield shared
+    for name in "ab":
+        await switch(shared, "serve", name)
+    await shared.settled()
 
 
 async def switch(bench: Bench, what: str, worker: str) -> dict[str, Any]:

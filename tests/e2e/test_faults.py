@@ -182,19 +182,25 @@ async def test_a_drained_filter_costs_no_client_anything(bench: Bench) -> None:
                 failures.append(f"{answer.status} {answer.body[-200:]!r}")
             served["routed" if answer.worker else "unrouted"] += 1
 
+    async def hundred(kind: str) -> None:
+        async def reached() -> bool:
+            assert not failures
+            return served[kind] >= 100
+
+        await until(reached, 30, f"hundred {kind} answers")
+
     clients = [asyncio.create_task(client(number)) for number in range(100)]
-    await asyncio.sleep(1.5)
+    try:
+        await hundred("routed")
+        assert served["unrouted"] == 0
+        started_s = time.monotonic()
+        assert await filter_of(bench).end(signal.SIGTERM) == 0
+        drained_s = time.monotonic() - started_s
+        await hundred("unrouted")
+    finally:
+        stop.set()
+        await asyncio.gather(*clients)
     assert not failures
-    assert served["routed"] >= 100
-    assert served["unrouted"] == 0
-    started_s = time.monotonic()
-    assert await filter_of(bench).end(signal.SIGTERM) == 0
-    drained_s = time.monotonic() - started_s
-    await asyncio.sleep(1)
-    stop.set()
-    await asyncio.gather(*clients)
-    assert not failures
-    assert served["unrouted"] >= 100  # those that came afterwards
     assert drained_s < 10
     log = filter_of(bench).log.read_text()
     assert '"stopped"' in log
