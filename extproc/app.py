@@ -19,7 +19,7 @@ import zmq.asyncio
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from extproc.admin import Admin
-from extproc.config import Config, PoolConfig, Recording, WorkerConfig, port_of_rank
+from extproc.config import Config, PoolConfig, Recording, WorkerConfig, notes, port_of_rank
 from extproc.engine_pages import About, Events
 from extproc.holding import Holding
 from extproc.judge import Judge, Pool
@@ -174,6 +174,8 @@ class App:
 
     async def start(self) -> tuple[int, int]:
         """Starts everything, and returns the ports that it listens on: gRPC and admin."""
+        for note in notes(self._config):
+            self._log("config_note", note=note)
         for pool in self._config.pools:
             if self._store is not None:
                 self._store.recall_pool(pool.name)

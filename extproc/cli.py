@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from extproc.config import BadConfig, Config, load_config, notes, place_of, unusable_folder
+from extproc.config import BadConfig, Config, load_config, load_draft, notes, unusable_folder
 from extproc.memory import give_back_large_buffers
 from extproc.model_files import BadModelFiles, load_pool_text
 from extproc.recording_file import RecordingLines, read_lines
@@ -104,9 +104,9 @@ def _stack(scene: bool, once: bool) -> int:
 
 
 def _check(path: Path) -> int:
-    config = load_config(path)
-    faults, missing = [], []
-    for number, pool in enumerate(config.pools):
+    draft = load_draft(path)
+    missing = []
+    for number, pool in enumerate(draft.config.pools):
         try:
             text = load_pool_text(None if pool.tokenizer is None else Path(pool.tokenizer))
             if text.tokenizer is not None and text.template is None:
@@ -115,14 +115,13 @@ def _check(path: Path) -> int:
                     "chat_template in tokenizer_config.json): chat prompts are estimated, and caches are not credited"
                 )
         except BadModelFiles as fault:
-            faults.append(f"{place_of(path, f'pools[{number}].tokenizer')}: {fault}")
-    for key, folder in (("recording.folder", config.recording.folder), ("learned.folder", config.learned.folder)):
+            draft.fault(f"pools[{number}].tokenizer", str(fault))
+    recording, learned = draft.config.recording.folder, draft.config.learned.folder
+    for key, folder in (("recording.folder", recording), ("learned.folder", learned)):
         unusable = None if folder is None else unusable_folder(Path(folder))
         if unusable is not None:
-            faults.append(f"{place_of(path, key)}: {unusable}")
-    if faults:
-        print("\n".join(faults), file=sys.stderr)
-        return EXIT_USAGE
+            draft.fault(key, unusable)
+    config = draft.without_faults()
     workers = sum(len(pool.workers) for pool in config.pools)
     print(f"{path}: good: {len(config.pools)} pool(s), {workers} worker(s)")
     for note in (*notes(config), *missing):

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import msgspec.inspect
@@ -44,6 +44,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pass
+
+
+_S = TypeVar("_S", bound=_Section)
 
 
 class Listen(_Section, frozen=True):
@@ -169,6 +172,25 @@ class Fairness(_Section, frozen=True):
 _MOST_PRIORITY = 1 << 60
 
 
+_Family = Literal["vllm", "sglang", "tensorrt_llm"]
+_VLLMS_OWN = ("long_prefill_token_threshold", "long_prefill_token_threshold_adaptive", "draft_slots")
+_SGLANGS_PRIORITIES = (
+    "schedule_low_priority_values_first", "default_priority_value", "priority_scheduling_preemption_threshold",
+    "disable_priority_preemption",
+)  # fmt: skip
+_SGLANGS_OWN = (
+    "schedule_conservativeness", "enable_mixed_chunk", "prefill_decode_interval", "prefill_decode_interval_min_bs",
+    "max_prefill_tokens", *_SGLANGS_PRIORITIES,
+)  # fmt: skip
+# What an engine of this family does not have, or is followed without; `device` is about vLLM's defaults, which SGLang
+# has too until its page is read.
+_NOT_OF: dict[_Family, tuple[str, ...]] = {
+    "vllm": _SGLANGS_OWN,
+    "sglang": _VLLMS_OWN,
+    "tensorrt_llm": (*_VLLMS_OWN, *_SGLANGS_OWN, "scheduling_policy", "device"),
+}
+
+
 class EngineSettings(_Section, frozen=True):
     """What an engine runs with. `device` gives vLLM's defaults for what is not said (0.32's `get_batch_defaults`, and
     `async_scheduling`, which is its default but on CPUs)."""
@@ -195,11 +217,13 @@ class EngineSettings(_Section, frozen=True):
     disable_priority_preemption: bool = False
     device: Literal["gpu-160gib", "gpu-70gib", "gpu", "cpu"] = "gpu-70gib"
 
-    def for_engine(self, family: Literal["vllm", "sglang", "tensorrt_llm"] = "vllm") -> Settings:
-        """SGLang and TensorRT-LLM overlap their steps by default as well; SGLang's own page tells if it does not."""
+    def for_engine(self, family: _Family = "vllm") -> Settings:
+        """SGLang and TensorRT-LLM overlap their steps by default as well; SGLang's own page tells if it does not. What
+        such an engine does not have is left at its default, so that it has no effect anywhere."""
         tokens, seqs = _BATCH_DEFAULTS[self.device]
         told = msgspec.structs.asdict(self)
-        del told["device"]
+        for key in ("device", *_NOT_OF[family]):
+            told.pop(key, None)
         told["max_num_batched_tokens"] = self.max_num_batched_tokens or tokens
         told["max_num_seqs"] = self.max_num_seqs or seqs
         if self.async_scheduling is None:
@@ -217,23 +241,11 @@ class EngineSettings(_Section, frozen=True):
         return frozenset() if self.async_scheduling is not None else frozenset({"async_scheduling"})
 
 
-_SGLANGS_OWN = (
-    "schedule_conservativeness", "enable_mixed_chunk", "prefill_decode_interval", "prefill_decode_interval_min_bs",
-    "max_prefill_tokens", "schedule_low_priority_values_first", "default_priority_value",
-    "priority_scheduling_preemption_threshold", "disable_priority_preemption",
-)  # fmt: skip
-
-
-_NOT_TENSORRT_LLMS = (
-    "long_prefill_token_threshold", "long_prefill_token_threshold_adaptive", "scheduling_policy", "draft_slots",
-)  # fmt: skip
-
-
 class CacheConfig(_Section, frozen=True):
     """What an engine does not tell of its cache. `rule` is the engine family whose rules of reuse
     and of scheduling hold."""
 
-    rule: Literal["vllm", "sglang", "tensorrt_llm"] = "vllm"
+    rule: _Family = "vllm"
     speculative: bool = False
     cache_hit_alignment: Annotated[int, msgspec.Meta(ge=0)] = 0
     host_blocks: _Positive | None = None
@@ -316,13 +328,44 @@ class BadConfig(ValueError):
         super().__init__("\n".join(faults))
 
 
+class Draft:
+    """What a config file says, with defaults in place of what cannot be read, and every fault that was found so far."""
+
+    def __init__(self, name: str, tree: yaml.Node | None, config: Config) -> None:
+        self.config = config
+        self._name = name
+        self._tree = tree
+        self._faults: list[tuple[int, str]] = []
+
+    def fault(self, key: str, problem: str, line: int | None = None) -> None:
+        line = _line(self._tree, key) if line is None else line
+        self._faults.append((line, f"{self._name}:{line}: {key or 'the file'}: {problem}"))
+
+    @property
+    def faults(self) -> list[str]:
+        """In the order of the file."""
+        return [fault for _, fault in sorted(self._faults, key=lambda found: found[0])]
+
+    def without_faults(self) -> Config:
+        """Raises BadConfig if there are any."""
+        if self._faults:
+            raise BadConfig(self.faults)
+        return self.config
+
+
 def load_config(path: Path) -> Config:
     """Reads and checks a config file. Raises BadConfig; relative paths are taken from the file's folder."""
+    return load_draft(path).without_faults()
+
+
+def load_draft(path: Path) -> Draft:
+    """As `load_config`, for who has more to check. Raises BadConfig only for what is no YAML file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadConfig([f"{path}: cannot be read: {error}"]) from error
-    config = parse_config(text, str(path))
+    draft = _parse(text, str(path))
+    config = draft.config
     pools = []
     for pool in config.pools:
         folder = None if pool.tokenizer is None else str(path.parent / pool.tokenizer)
@@ -333,7 +376,8 @@ def load_config(path: Path) -> Config:
     learned = config.learned
     if learned.folder is not None:
         learned = msgspec.structs.replace(learned, folder=str(path.parent / learned.folder))
-    return msgspec.structs.replace(config, pools=pools, recording=recording, learned=learned)
+    draft.config = msgspec.structs.replace(config, pools=pools, recording=recording, learned=learned)
+    return draft
 
 
 def unusable_folder(folder: Path) -> str | None:
@@ -352,16 +396,17 @@ def unusable_folder(folder: Path) -> str | None:
     return None
 
 
-def place_of(path: Path, key: str) -> str:
-    """Where a key such as `pools[0].tokenizer` stands in a file that has been read."""
-    return f"{path}:{_line(yaml.compose(path.read_text(encoding='utf-8'), Loader=yaml.SafeLoader), key)}: {key}"
-
-
 def parse_config(text: str, name: str) -> Config:
     """Raises BadConfig with every fault, as `name:line: key: what is wrong`."""
+    return _parse(text, name).without_faults()
+
+
+def _parse(text: str, name: str) -> Draft:
+    """Raises BadConfig for what is no YAML, of which nothing else can be told."""
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        raw = yaml.safe_load(text)
+        halves = _without_halves(tree)
+        raw = yaml.safe_load(text) if not halves else yaml.SafeLoader("").construct_document(tree)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise BadConfig([f"{name}:{line}: not YAML: {error.problem}"]) from error
@@ -370,23 +415,32 @@ def parse_config(text: str, name: str) -> Config:
         raise BadConfig([f"{name}:1: not YAML: {error}"]) from error
     raw = {} if raw is None else raw
     _read_off_as_a_mode(raw)
+    reading = _Reading()
+    draft = Draft(name, tree, reading.section(raw, Config, ""))
+    for key, value, line in halves:
+        draft.fault(key, f"not a text: {value!r}", line)
+    for key, line, first in _repeats(tree):
+        draft.fault(key, f"given twice; the first is in line {first}", line)
+        reading.bad.add(key)
+    no_texts = {key for key, _, _ in halves}
+    for key, problem in (*reading.faults, *_doubles(raw)):
+        if key not in no_texts:
+            draft.fault(key, problem)
+    for key, problem, because_of in _contradictions(draft.config):
+        # What a fault has left of a value says nothing about others.
+        if not any(map(reading.in_doubt, (key, *because_of))):
+            draft.fault(key, problem)
+    return draft
 
-    def placed(path: str, problem: str) -> str:
-        return f"{name}:{_line(tree, path)}: {path or 'the file'}: {problem}"
 
-    # Escapes can write half of a surrogate pair, which nothing can show or send.
-    halves = [node for node in _nodes(tree) if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value)]
-    if halves:
-        raise BadConfig([f"{name}:{node.start_mark.line + 1}: not a text: {node.value!r}" for node in halves])
-    faults = [f"{name}:{line}: {key}: given twice; the first is in line {first}" for key, line, first in _repeats(tree)]
-    faults += [placed(path, problem) for path, problem in (*_faults(raw, Config, ""), *_doubles(raw))]
-    if faults:
-        raise BadConfig(faults)
-    config = msgspec.convert(raw, Config)
-    faults = [placed(path, problem) for path, problem in _contradictions(config)]
-    if faults:
-        raise BadConfig(faults)
-    return config
+def _without_halves(tree: yaml.Node | None) -> list[tuple[str, str, int]]:
+    """Escapes can write half of a surrogate pair, which nothing can show or send: each is replaced, and named."""
+    found = []
+    for place, node in _nodes(tree):
+        if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
+            found.append((place, node.value, node.start_mark.line + 1))
+            node.value = _SURROGATE.sub("\ufffd", node.value)
+    return found
 
 
 def _read_off_as_a_mode(raw: object) -> None:
@@ -400,67 +454,105 @@ def _read_off_as_a_mode(raw: object) -> None:
 
 def _repeats(node: yaml.Node | None) -> Iterator[tuple[str, int, int]]:
     """Keys that a mapping has more than once, of which YAML would silently take the last; with both lines."""
-    for mapping in _nodes(node):
+    for place, mapping in _nodes(node):
         if not isinstance(mapping, yaml.MappingNode):
             continue
         lines: dict[str, int] = {}
         for key, _ in mapping.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
-                yield key.value, line, lines[key.value]
+            if key.value in lines:
+                yield _below(place, key.value), line, lines[key.value]
+            lines.setdefault(key.value, line)
 
 
-def _nodes(node: yaml.Node | None) -> Iterator[yaml.Node]:
-    """All nodes of a tree, each once."""
-    waiting, seen = [node], set()
+def _nodes(tree: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
+    """All nodes of a tree, each once, with the key that they are under."""
+    waiting, seen = [("", tree)], set()
     while waiting:
-        node = waiting.pop()
+        place, node = waiting.pop()
         if node is None or id(node) in seen:  # an anchor may lead back to itself
             continue
         seen.add(id(node))
-        yield node
+        yield place, node
         if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
+            waiting += [(f"{place}[{number}]", item) for number, item in enumerate(node.value)]
         elif isinstance(node, yaml.MappingNode):
-            waiting += [part for pair in node.value for part in pair]
+            for key, value in node.value:
+                name = key.value if isinstance(key, yaml.ScalarNode) else "?"
+                waiting += [(place, key), (_below(place, name), value)]
 
 
-def _faults(value: object, kind: type[_Section], place: str) -> Iterator[tuple[str, str]]:
-    """Every fault of a section: key by key, since a conversion stops at its first."""
-    if not isinstance(value, dict):
-        yield place, "expected keys and values"
-        return
-    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    for key, item in value.items():
-        here = f"{place}.{key}".lstrip(".")
-        if key in fields:
-            yield from _field_faults(item, fields[key].type, here)
+def _below(place: str, key: object) -> str:
+    return f"{place}.{key}".lstrip(".")
+
+
+_NOTHING = object()
+
+
+class _Reading:
+    """Reads key by key, since a conversion stops at its first fault. What cannot be read is as if it were not given."""
+
+    def __init__(self) -> None:
+        self.faults: list[tuple[str, str]] = []
+        self.bad: set[str] = set()
+        self._given: set[str] = set()
+        self._with_unknown: set[str] = set()
+
+    def in_doubt(self, key: str) -> bool:
+        """Whether the file may have meant another value: it, a part of it or what it is in is faulty, or what it is in
+        has an unknown key that may be this one, misspelt."""
+        parent = key.rpartition(".")[0]
+        if key not in self._given and parent in self._with_unknown:
+            return True
+        return any(
+            key == bad or key.startswith((f"{bad}.", f"{bad}[")) or bad.startswith((f"{key}.", f"{key}["))
+            for bad in self.bad
+        )
+
+    def section(self, value: object, kind: type[_S], place: str) -> _S:
+        fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+        found: dict[str, Any] = {}
+        if isinstance(value, dict):
+            for key, item in value.items():
+                here = _below(place, key)
+                self._given.add(here)
+                if key not in fields:
+                    self._with_unknown.add(place)
+                    self.faults.append((here, f"unknown key; known here: {', '.join(sorted(fields))}"))
+                elif (read := self._field(item, fields[key].type, here)) is not _NOTHING:
+                    found[key] = read
         else:
-            yield here, f"unknown key; known here: {', '.join(sorted(fields))}"
-    for name, field in fields.items():
-        if field.required and name not in value:
-            yield place, f"the key {name!r} is missing"
+            self._fault(place, "expected keys and values")
+        for name, field in fields.items():
+            if field.required and name not in found:
+                found[name] = ""
+                if isinstance(value, dict) and name not in value:
+                    self.faults.append((place, f"the key {name!r} is missing"))
+        return kind(**found)
 
+    def _field(self, value: object, kind: Any, place: str) -> object:  # noqa: ANN401 - any annotation
+        if isinstance(kind, type) and issubclass(kind, _Section):
+            return self.section(value, kind, place)
+        inner = get_args(kind)[0] if get_origin(kind) is list else None
+        if isinstance(inner, type) and issubclass(inner, _Section):
+            if not isinstance(value, list):
+                self._fault(place, "expected a list")
+                return _NOTHING
+            return [self.section(item, inner, f"{place}[{number}]") for number, item in enumerate(value)]
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            problem, _, path = str(error).partition(" - at `$")
+            if get_origin(kind) is Literal:
+                problem = f"expected one of {', '.join(get_args(kind))}"
+            self._fault(f"{place}{path.rstrip('`')}", _plain(_with_both_ends(problem, kind) if not path else problem))
+            return _NOTHING
 
-def _field_faults(value: object, kind: Any, place: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any annotation
-    if isinstance(kind, type) and issubclass(kind, _Section):
-        yield from _faults(value, kind, place)
-        return
-    inner = get_args(kind)[0] if get_origin(kind) is list else None
-    if isinstance(inner, type) and issubclass(inner, _Section):
-        if not isinstance(value, list):
-            yield place, "expected a list"
-            return
-        for number, item in enumerate(value):
-            yield from _faults(item, inner, f"{place}[{number}]")
-        return
-    try:
-        msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        problem, _, path = str(error).partition(" - at `$")
-        if get_origin(kind) is Literal:
-            problem = f"expected one of {', '.join(get_args(kind))}"
-        yield f"{place}{path.rstrip('`')}", _plain(_with_both_ends(problem, kind) if not path else problem)
+    def _fault(self, place: str, problem: str) -> None:
+        self.faults.append((place, problem))
+        self.bad.add(place)
 
 
 def _with_both_ends(problem: str, kind: Any) -> str:  # noqa: ANN401 - any annotation
@@ -525,51 +617,50 @@ def _doubles(raw: object) -> Iterator[tuple[str, str]]:
             seen.setdefault((kind, value), where)
 
 
-def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
-    """Values that are good each for itself, and cannot work together. Among them: requests that are held for longer
-    than Envoy waits would go on without a decision."""
+def _contradictions(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Values that are good each for itself, and cannot work together: the key, what is wrong, and the other keys that
+    it is wrong because of. Among them: requests that are held for longer than Envoy waits would go on without a
+    decision."""
     granted_s = config.gateway.max_message_timeout_s
     longest_s = max(_LONGEST_HOLD_S, granted_s / 2)
     if _same_socket(config.listen):
-        yield "listen.admin", "the same port as listen.grpc"
+        yield "listen.admin", "the same port as listen.grpc", ("listen.grpc",)
     for number, pool in enumerate(config.pools):
+        place = f"pools[{number}]"
         guard = pool.admission.guard
         if guard.false_alarms is not None and guard.window < guard.least:
             yield (
-                f"pools[{number}].admission.guard.window",
+                f"{place}.admission.guard.window",
                 f"at least guard.least, which is {guard.least}: with fewer refusals the guard never judges",
+                (f"{place}.admission.guard.least", f"{place}.admission.guard.false_alarms"),
             )
         for index, worker in enumerate(pool.workers):
-            for key in _SGLANGS_OWN:
-                if getattr(worker.settings, key) != getattr(_DEFAULTS, key) and worker.cache.rule != "sglang":
-                    yield (
-                        f"pools[{number}].workers[{index}].settings.{key}",
-                        f"only SGLang has it: cache.rule must be sglang then, and is {worker.cache.rule}",
-                    )
-            room = worker.settings.for_engine(worker.cache.rule).max_num_batched_tokens
-            if worker.settings.draft_slots >= room:
-                yield (
-                    f"pools[{number}].workers[{index}].settings.draft_slots",
-                    f"must be less than max_num_batched_tokens, {room}: a step has no room for anybody then",
-                )
-            for key in _NOT_TENSORRT_LLMS:
-                if getattr(worker.settings, key) != getattr(_DEFAULTS, key) and worker.cache.rule == "tensorrt_llm":
-                    yield (
-                        f"pools[{number}].workers[{index}].settings.{key}",
-                        "TensorRT-LLM (cache.rule tensorrt_llm) is followed without it: leave it out",
-                    )
-            for key in ("kv_events", "kv_replay"):
-                last = _last_port(getattr(worker, key), worker.data_parallel_ranks or 1)
-                if last > 65535:
-                    yield (
-                        f"pools[{number}].workers[{index}].{key}",
-                        f"the last of {worker.data_parallel_ranks} ranks would have the port {last}",
-                    )
+            yield from _workers_contradictions(worker, f"{place}.workers[{index}]")
         if pool.admission.hold_s > longest_s:
             yield (
-                f"pools[{number}].admission.hold_s",
+                f"{place}.admission.hold_s",
                 f"at most {longest_s:g}: it must stay below Envoy's message_timeout. Where Envoy's filter has a "
                 "max_message_timeout, say so in gateway.max_message_timeout_s: then up to half of that is allowed",
+                ("gateway.max_message_timeout_s",),
+            )
+
+
+def _workers_contradictions(worker: WorkerConfig, place: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    settings = worker.settings.for_engine(worker.cache.rule)
+    if settings.draft_slots >= settings.max_num_batched_tokens:
+        room = settings.max_num_batched_tokens
+        yield (
+            f"{place}.settings.draft_slots",
+            f"must be less than max_num_batched_tokens, {room}: a step has no room for anybody then",
+            (f"{place}.settings.max_num_batched_tokens", f"{place}.settings.device", f"{place}.cache.rule"),
+        )
+    for key in ("kv_events", "kv_replay"):
+        last = _last_port(getattr(worker, key), worker.data_parallel_ranks or 1)
+        if last > 65535:
+            yield (
+                f"{place}.{key}",
+                f"the last of {worker.data_parallel_ranks} ranks would have the port {last}",
+                (f"{place}.data_parallel_ranks",),
             )
 
 
@@ -642,6 +733,84 @@ def notes(config: Config) -> Iterator[str]:
                 yield f"{place}, worker {worker.name!r}: without kv_replay lost events cannot be made good"
             if not _is_address(worker.endpoint):
                 yield f"{place}, worker {worker.name!r}: Envoy knows endpoints by address, not by name"
+            for note in _unknown_space(worker, config.probe.interval_s > 0):
+                yield f"{place}, worker {worker.name!r}, {note}"
+    yield from _without_effect(config)
+
+
+def _unknown_space(worker: WorkerConfig, asked: bool) -> Iterator[str]:
+    """Of an engine that will tell nobody how much its cache holds, and what follows from that."""
+    settings, is_tensorrt_llm = worker.settings, worker.cache.rule == "tensorrt_llm"
+    if asked and not is_tensorrt_llm:
+        return
+    why = "it is not read from TensorRT-LLM" if is_tensorrt_llm else "probe.interval_s 0 asks no engine for it"
+    if settings.num_gpu_blocks is None:
+        yield (
+            f"settings.num_gpu_blocks: not given, and {why}: every request is taken to find space at once, so that "
+            "waits for it are not foreseen, and admission.overload_kv_demand refuses nobody"
+        )
+    elif is_tensorrt_llm and settings.max_model_len is None:
+        yield (
+            f"settings.max_model_len: not given, and {why}: requests without max_tokens are taken to need no space for "
+            "their outputs, so that waits for it are predicted too short"
+        )
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Keys with another value than their default that change nothing."""
+    if config.large_deadline_s is None:
+        for key in _changed(config.tokenization, "large_bytes"):
+            yield f"tokenization.{key}: no effect without gateway.max_message_timeout_s: large bodies get no more time"
+    if config.recording.folder is None:
+        for key in _changed(config.recording, "tokens", "compress", "max_mb"):
+            yield f"recording.{key}: no effect without recording.folder: nothing is recorded"
+    if config.learned.folder is None:
+        for key in _changed(config.learned, "every_s"):
+            yield f"learned.{key}: no effect without learned.folder: nothing is kept"
+    for pool in config.pools:
+        place = f"pool {pool.name!r}"
+        if pool.admission.hold_s == 0:
+            for key in _changed(pool.admission, "hold_requests", "hold_mb"):
+                yield f"{place}, admission.{key}: no effect without admission.hold_s: nobody is held"
+        if pool.admission.guard.false_alarms is None:
+            for key in _changed(pool.admission.guard, "margin", "window", "least"):
+                yield f"{place}, admission.guard.{key}: no effect while false_alarms is null: the guard never judges"
+        if not pool.fairness.enabled:
+            for key in _changed(pool.fairness, "wait_s", "half_life_s"):
+                yield f"{place}, fairness.{key}: no effect without fairness.enabled"
+        for worker in pool.workers:
+            for note in _workers_without_effect(worker):
+                yield f"{place}, worker {worker.name!r}, {note}"
+
+
+def _workers_without_effect(worker: WorkerConfig) -> Iterator[str]:
+    settings, rule = worker.settings, worker.cache.rule
+    if worker.kv_replay is not None and worker.kv_events is None:
+        yield "kv_replay: no effect without kv_events"
+    if rule == "sglang":
+        for key in _changed(worker.cache, "speculative", "cache_hit_alignment"):
+            yield f"cache.{key}: no effect with cache.rule sglang: SGLang's rule of reuse has no such thing"
+    for key in _changed(settings, *settings.__struct_fields__):
+        why = None
+        if key in _NOT_OF[rule]:
+            whose = "only SGLang has it" if key in _SGLANGS_OWN else "only vLLM has it, or is followed with it"
+            why = f"with cache.rule {rule}: {whose}"
+        elif key in _SGLANGS_PRIORITIES and settings.scheduling_policy != "priority":
+            why = "unless scheduling_policy is priority"
+        elif key == "priority_scheduling_preemption_threshold" and settings.disable_priority_preemption:
+            why = "with disable_priority_preemption"
+        elif key == "prefill_decode_interval_min_bs" and not settings.prefill_decode_interval:
+            why = "without prefill_decode_interval"
+        elif key == "long_prefill_token_threshold_adaptive" and not settings.long_prefill_token_threshold:
+            why = "without long_prefill_token_threshold"
+        if why is not None:
+            yield f"settings.{key}: no effect {why}"
+
+
+def _changed(section: _Section, *keys: str) -> Iterator[str]:
+    """Those that were given another value than their default."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(section)}
+    return (key for key in keys if getattr(section, key) != defaults[key])
 
 
 def _shared_addresses(config: Config) -> Iterator[str]:

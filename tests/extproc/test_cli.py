@@ -113,6 +113,37 @@ def test_faults_are_told_on_stderr_each_on_its_line(tmp_path: Path, capsys: pyte
     assert second.startswith(f"{path}:2: surprise: unknown key; known here: ")
 
 
+def test_folders_and_model_files_are_checked_in_the_same_round_as_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    path = written(
+        tmp_path,
+        "listen: {grpc: '127.0.0.1:9', admin: '127.0.0.1:9'}\n"
+        "recording: {folder: file, max_mb: 0}\nlearned: {folder: file}\nsurprise: 1\n"
+        "pools:\n- name: m\n  tokenizer: nowhere\n  admission: {hold_s: 3}\n  workers: [{name: w, endpoint: x}]\n",
+    )
+    assert main(["check", "-c", path]) == EXIT_USAGE
+    assert [line.split(": ")[:2] for line in capsys.readouterr().err.splitlines()] == [
+        [f"{path}:1", "listen.admin"],
+        [f"{path}:2", "recording.max_mb"],
+        [f"{path}:2", "recording.folder"],
+        [f"{path}:3", "learned.folder"],
+        [f"{path}:4", "surprise"],
+        [f"{path}:7", "pools[0].tokenizer"],
+        [f"{path}:8", "pools[0].admission.hold_s"],
+        [f"{path}:9", "pools[0].workers[0].endpoint"],
+    ]
+
+
+def test_a_key_without_effect_is_noted_and_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, POOL.replace("name: w,", "name: w, cache: {rule: sglang}, settings: {draft_slots: 1},"))
+    assert main(["check", "-c", path]) == EXIT_OK
+    said = capsys.readouterr()
+    assert "note: pool 'm', worker 'w', settings.draft_slots: no effect with cache.rule sglang" in said.out
+    assert said.err == ""
+
+
 def test_a_missing_file_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "-c", str(tmp_path / "missing.yaml")]) == EXIT_USAGE
     assert "missing.yaml: cannot be read" in capsys.readouterr().err
@@ -178,9 +209,14 @@ def test_a_signal_drains_and_ends_with_0(tmp_path: Path, number: signal.Signals)
         served.process.send_signal(number)
         code, stderr = served.end()
     assert code == EXIT_OK, stderr
-    events = [json.loads(line)["event"] for line in stderr.splitlines()]
+    events = [json.loads(line) for line in stderr.splitlines()]
+    # What `headway check` would have noted, for who did not run it.
+    assert [event.get("note") for event in events if event["event"] == "config_note"] == [
+        "pool 'm': without a tokenizer prompts are estimated, and caches are not credited"
+    ]
     # Nobody is at the engine's address, which may be known before the filter listens, or after.
-    assert [event for event in events if event != "engine_down"] == ["listening", "draining", "stopped"]
+    names = [event["event"] for event in events if event["event"] != "engine_down"]
+    assert names == ["config_note", "listening", "draining", "stopped"]
 
 
 def test_a_log_that_nobody_reads_holds_up_neither_the_start_nor_the_end(tmp_path: Path) -> None:

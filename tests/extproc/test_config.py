@@ -41,6 +41,7 @@ pools:
 """
 
 
+Rule = Literal["vllm", "sglang", "tensorrt_llm"]
 TOP = "gateway, learned, listen, pools, probe, recording, shutdown, tickets, tokenization"
 
 
@@ -238,8 +239,8 @@ def test_an_unknown_key_in_a_workers_settings_lists_the_known_ones() -> None:
             )
             for control in ("\\n", "\\r", "\\0", "\\x7f")
         ),
-        ('pools:\n- name: "\\ud800"\n', r"f.yaml:2: not a text: '\ud800'"),
-        ('tokenization:\n  threads: "\\udfff"\n', r"f.yaml:2: not a text: '\udfff'"),
+        ('pools:\n- name: "\\ud800"\n', r"f.yaml:2: pools[0].name: not a text: '\ud800'"),
+        ('tokenization:\n  threads: "\\udfff"\n', r"f.yaml:2: tokenization.threads: not a text: '\udfff'"),
         ('listen:\n  grpc: "h:1\\n"\n', "f.yaml:2: listen.grpc: expected host:port"),
         ("pools:\n- name: ''\n", "f.yaml:2: pools[0].name: expected `str` of length >= 1 and <= 128"),
         (
@@ -317,8 +318,9 @@ def test_names_that_are_taken(text: str, fault: str) -> None:
         ("listen: {}\npools: []\nlisten: {}\n", "f.yaml:3: listen: given twice; the first is in line 1"),
         (
             "pools:\n- name: p\n  tokenizer: a\n  tokenizer: b\n",
-            "f.yaml:4: tokenizer: given twice; the first is in line 3",
+            "f.yaml:4: pools[0].tokenizer: given twice; the first is in line 3",
         ),
+        ("listen: {grpc: 'h:1', grpc: 'h:2'}", "f.yaml:1: listen.grpc: given twice; the first is in line 1"),
     ],
 )
 def test_a_key_that_is_given_twice_is_not_silently_the_last(text: str, fault: str) -> None:
@@ -631,37 +633,192 @@ def _told(text: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "enable_mixed_chunk: true",
-        "prefill_decode_interval: 2",
-        "schedule_conservativeness: 0.3",
-        "max_prefill_tokens: 9000",
-        "schedule_low_priority_values_first: true",
-        "priority_scheduling_preemption_threshold: 3",
-        "disable_priority_preemption: true",
-    ],
-)
-def test_what_only_sglang_has_is_a_fault_in_a_worker_of_another_rule(setting: str) -> None:
-    worker = "{name: w, endpoint: 'h:1', cache: {rule: %s}, settings: {%s}}"
-    text = f"pools:\n- name: p\n  workers:\n  - {worker}\n"
-    key, _, value = setting.partition(": ")
-    place = f"f.yaml:4: pools[0].workers[0].settings.{key}"
-    assert faults(text % ("vllm", setting)) == [
-        f"{place}: only SGLang has it: cache.rule must be sglang then, and is vllm"
-    ]
-    told = parse_config(text % ("sglang", setting), "f").pools[0].workers[0].settings.for_engine("sglang")
-    assert getattr(told, key) == yaml.safe_load(value)
-    assert faults(text % ("sglang", f"{key}: -1"))[0].startswith(f"{place}: expected")
-
-
-LEAVE_OUT = "TensorRT-LLM (cache.rule tensorrt_llm) is followed without it: leave it out"
-TENSORRT_LLM = """pools:
+WITH_SETTINGS = """pools:
 - name: p
   workers:
-  - {name: w, endpoint: 'h:1', cache: {rule: tensorrt_llm}, settings: {%s}}
+  - {name: w, endpoint: 'h:1', cache: {rule: %s}, settings: {%s}}
 """
+
+
+def settings_notes(rule: str, setting: str) -> list[str]:
+    """What is noted of one of a worker's settings."""
+    where = f"pool 'p', worker 'w', settings.{setting.partition(':')[0]}: "
+    noted = notes(parse_config(WITH_SETTINGS % (rule, setting), "f"))
+    return [note.removeprefix(where) for note in noted if note.startswith(where)]
+
+
+VLLMS_OWN = ["long_prefill_token_threshold: 5", "long_prefill_token_threshold_adaptive: true", "draft_slots: 1"]
+SGLANGS_OWN = [
+    "enable_mixed_chunk: true",
+    "prefill_decode_interval: 2",
+    "prefill_decode_interval_min_bs: 2",
+    "schedule_conservativeness: 0.3",
+    "max_prefill_tokens: 9000",
+    "schedule_low_priority_values_first: true",
+    "default_priority_value: 3",
+    "priority_scheduling_preemption_threshold: 3",
+    "disable_priority_preemption: true",
+]
+EVERYBODYS = [
+    "block_size: 32",
+    "num_gpu_blocks: 7",
+    "max_num_batched_tokens: 7",
+    "max_num_seqs: 7",
+    "max_model_len: 7",
+    "async_scheduling: false",
+    "enable_chunked_prefill: false",
+]
+SOMEBODYS = ["scheduling_policy: priority", "device: cpu"]
+ONLY = {"sglang": "only SGLang has it", "vllm": "only vLLM has it, or is followed with it"}
+
+
+def test_every_setting_is_looked_at_here() -> None:
+    looked_at = [setting.partition(":")[0] for setting in VLLMS_OWN + SGLANGS_OWN + EVERYBODYS + SOMEBODYS]
+    assert sorted(looked_at) == sorted(EngineSettings.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("rule", "setting", "whose"),
+    [
+        *(("vllm", setting, "sglang") for setting in SGLANGS_OWN),
+        *(("sglang", setting, "vllm") for setting in VLLMS_OWN),
+        *(("tensorrt_llm", setting, "sglang") for setting in SGLANGS_OWN),
+        *(("tensorrt_llm", setting, "vllm") for setting in VLLMS_OWN + SOMEBODYS),
+    ],
+)
+def test_what_an_engine_does_not_have_is_noted_and_has_no_effect(rule: Rule, setting: str, whose: str) -> None:
+    assert settings_notes(rule, setting) == [f"no effect with cache.rule {rule}: {ONLY[whose]}"]
+    worker = parse_config(WITH_SETTINGS % (rule, setting), "f").pools[0].workers[0]
+    assert worker.settings.for_engine(rule) == EngineSettings().for_engine(rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "setting"),
+    [
+        *(("vllm", setting) for setting in VLLMS_OWN + EVERYBODYS + SOMEBODYS),
+        *(("sglang", setting) for setting in SGLANGS_OWN + EVERYBODYS + SOMEBODYS),
+        *(("tensorrt_llm", setting) for setting in EVERYBODYS if "chunked" not in setting),
+        ("tensorrt_llm", "enable_chunked_prefill: true"),
+    ],
+)
+def test_what_an_engine_has_takes_effect(rule: Rule, setting: str) -> None:
+    worker = parse_config(WITH_SETTINGS % (rule, setting), "f").pools[0].workers[0]
+    assert worker.settings.for_engine(rule) != EngineSettings().for_engine(rule)
+
+
+@pytest.mark.parametrize("rule", ["vllm", "sglang", "tensorrt_llm"])
+def test_a_default_that_is_written_down_is_not_noted(rule: str) -> None:
+    defaults = {name: value for name, value in msgspec.structs.asdict(EngineSettings()).items() if value is not None}
+    noted = notes(parse_config(WITH_SETTINGS % (rule, yaml.safe_dump(defaults, default_flow_style=True)[1:-2]), "f"))
+    assert not [note for note in noted if "no effect" in note]
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "why"),
+    [
+        *(
+            ("sglang", setting, "unless scheduling_policy is priority")
+            for setting in (
+                "schedule_low_priority_values_first: true",
+                "default_priority_value: 3",
+                "priority_scheduling_preemption_threshold: 3",
+                "disable_priority_preemption: true",
+            )
+        ),
+        ("sglang", "prefill_decode_interval_min_bs: 2", "without prefill_decode_interval"),
+        ("vllm", "long_prefill_token_threshold_adaptive: true", "without long_prefill_token_threshold"),
+        (
+            "sglang",
+            "priority_scheduling_preemption_threshold: 3, scheduling_policy: priority, "
+            "disable_priority_preemption: true",
+            "with disable_priority_preemption",
+        ),
+        ("sglang", "priority_scheduling_preemption_threshold: 3, scheduling_policy: priority", None),
+        ("sglang", "prefill_decode_interval_min_bs: 2, prefill_decode_interval: 3", None),
+        ("vllm", "long_prefill_token_threshold_adaptive: true, long_prefill_token_threshold: 64", None),
+    ],
+)
+def test_a_setting_that_needs_another_one_is_noted_without_it(rule: str, given: str, why: str | None) -> None:
+    assert settings_notes(rule, given) == ([] if why is None else [f"no effect {why}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tokenization: {large_bytes: 5}", "tokenization.large_bytes: no effect without gateway.max_message_timeout_s"),
+        ("recording: {tokens: true}", "recording.tokens: no effect without recording.folder"),
+        ("recording: {compress: false}", "recording.compress: no effect without recording.folder"),
+        ("recording: {max_mb: 5}", "recording.max_mb: no effect without recording.folder"),
+        ("learned: {every_s: 5}", "learned.every_s: no effect without learned.folder"),
+        ("pools: [{name: p, fairness: {wait_s: 5}}]", "pool 'p', fairness.wait_s: no effect without fairness.enabled"),
+        (
+            "pools: [{name: p, admission: {hold_mb: 5}}]",
+            "pool 'p', admission.hold_mb: no effect without admission.hold_s",
+        ),
+        (
+            "pools: [{name: p, admission: {guard: {false_alarms: null, window: 60}}}]",
+            "pool 'p', admission.guard.window: no effect while false_alarms is null",
+        ),
+        (
+            "pools: [{name: p, workers: [{name: w, endpoint: 'h:1', kv_replay: 'tcp://h:2'}]}]",
+            "pool 'p', worker 'w', kv_replay: no effect without kv_events",
+        ),
+        (
+            WITH_SETTINGS % ("sglang, speculative: true", ""),
+            "pool 'p', worker 'w', cache.speculative: no effect with cache.rule sglang",
+        ),
+        (
+            WITH_SETTINGS % ("sglang, cache_hit_alignment: 16", ""),
+            "pool 'p', worker 'w', cache.cache_hit_alignment: no effect with cache.rule sglang",
+        ),
+    ],
+)
+def test_a_key_that_needs_another_one_is_noted_without_it(text: str, said: str) -> None:
+    (noted,) = [note for note in notes(parse_config(text, "f")) if "no effect" in note]
+    assert noted.startswith(said)
+
+
+def test_keys_that_have_what_they_need_are_not_noted() -> None:
+    text = """
+gateway: {max_message_timeout_s: 5}
+tokenization: {large_bytes: 5}
+recording: {folder: r, tokens: true, max_mb: 5}
+learned: {folder: l, every_s: 5}
+pools:
+- name: p
+  admission: {hold_s: 0.1, hold_mb: 5, guard: {window: 60}}
+  fairness: {enabled: true, wait_s: 5}
+  workers:
+  - {name: w, endpoint: 'h:1', kv_events: 'tcp://h:1', kv_replay: 'tcp://h:2', cache: {speculative: true}}
+"""
+    assert not [note for note in notes(parse_config(text, "f")) if "no effect" in note]
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "probed", "key"),
+    [
+        ("tensorrt_llm", "", True, "num_gpu_blocks"),
+        ("tensorrt_llm", "", False, "num_gpu_blocks"),
+        ("tensorrt_llm", "num_gpu_blocks: 5", True, "max_model_len"),
+        ("tensorrt_llm", "num_gpu_blocks: 5, max_model_len: 5", True, None),
+        ("vllm", "", False, "num_gpu_blocks"),
+        ("vllm", "num_gpu_blocks: 5", False, None),
+        ("vllm", "", True, None),
+        ("sglang", "", True, None),
+    ],
+)
+def test_it_is_noted_where_nobody_tells_how_much_a_cache_holds(
+    rule: str, given: str, probed: bool, key: str | None
+) -> None:
+    text = WITH_SETTINGS % (rule, given) + f"probe: {{interval_s: {5 if probed else 0}}}\n"
+    said = [note for note in notes(parse_config(text, "f")) if "not given" in note]
+    assert [note.partition(": ")[0] for note in said] == (
+        [] if key is None else [f"pool 'p', worker 'w', settings.{key}"]
+    )
+    assert all("find space at once" in note if key == "num_gpu_blocks" else "too short" in note for note in said)
+
+
+TENSORRT_LLM = WITH_SETTINGS.replace("%s", "tensorrt_llm", 1)
 
 
 def test_a_drafter_that_takes_whole_steps_is_a_fault_whether_their_size_is_given_or_assumed() -> None:
@@ -682,18 +839,50 @@ def test_of_tensorrt_llm_the_defaults_are_its_own() -> None:
     assert (told.max_num_batched_tokens, told.max_num_seqs, told.enable_chunked_prefill) == (99, 7, True)
 
 
+SEVERAL_ROUNDS = """\
+surprise: 1
+listen: {grpc: '127.0.0.1:9', admin: '127.0.0.1:9'}
+tickets: 7
+pools:
+- name: p
+  admission: {hold_s: 3, guard: {window: 5}}
+  name: q
+  workers:
+  - {name: "\\ud800", endpoint: h, kv_events: 'tcp://h:65535', data_parallel_ranks: 2, settings: {draft_slots: 200,
+     max_num_batched_tokens: 100}}
+"""
+
+
+def test_values_that_cannot_work_together_are_told_with_all_other_faults_in_the_order_of_the_file() -> None:
+    assert [fault.split(": ")[:2] for fault in faults(SEVERAL_ROUNDS)] == [
+        ["f.yaml:1", "surprise"],
+        ["f.yaml:2", "listen.admin"],
+        ["f.yaml:3", "tickets"],
+        ["f.yaml:6", "pools[0].admission.guard.window"],
+        ["f.yaml:6", "pools[0].admission.hold_s"],
+        ["f.yaml:7", "pools[0].name"],
+        ["f.yaml:9", "pools[0].workers[0].name"],
+        ["f.yaml:9", "pools[0].workers[0].endpoint"],
+        ["f.yaml:9", "pools[0].workers[0].settings.draft_slots"],
+        ["f.yaml:9", "pools[0].workers[0].kv_events"],
+    ]
+
+
 @pytest.mark.parametrize(
-    ("setting", "why"),
+    "text",
     [
-        ("scheduling_policy: priority", LEAVE_OUT),
-        ("long_prefill_token_threshold: 5", LEAVE_OUT),
-        ("draft_slots: 1", LEAVE_OUT),
-        ("enable_mixed_chunk: true", "only SGLang has it: cache.rule must be sglang then, and is tensorrt_llm"),
+        "listen: {grpc: '127.0.0.1:9464', admin: 5}",
+        "pools: [{name: p, admission: {guard: {window: 5, least: x}}}]",
+        "pools: [{name: p, admission: {guard: {window: 5, leest: 3}}}]",
+        "pools: [{name: p, admission: {hold_s: 2}}]\ngateway: {max_mesage_timeout_s: 5}",
+        "pools: [{name: p, admission: {hold_s: 2}}]\ngateway: 5",
+        "pools: [{name: p, admission: {hold_s: 2}}]\ngateway: {max_message_timeout_s: 0, max_message_timeout_s: 5}",
+        WORKER + "settings: {draft_slots: 200, device: gqu, max_num_batched_tokens: 200}}]}]",
+        WORKER + "settings: {draft_slots: 200, max_num_batched_tokens: 200}, cache: {rule: trt}}]}]",
     ],
 )
-def test_what_tensorrt_llm_does_not_have_is_a_fault(setting: str, why: str) -> None:
-    key = setting.partition(":")[0]
-    assert faults(TENSORRT_LLM % setting) == [f"f.yaml:4: pools[0].workers[0].settings.{key}: {why}"]
+def test_what_a_fault_has_left_of_a_value_is_not_held_against_another(text: str) -> None:
+    assert len(faults(text)) == 1
 
 
 @pytest.mark.parametrize(("granted_s", "hold_s", "longest"), [(0, 0.41, "0.4"), (5, 2.6, "2.5"), (0.5, 0.5, "0.4")])
