@@ -11,9 +11,10 @@ BIN := .venv/bin
 .venv/.installed-dev: pyproject.toml scripts/venv.sh
 	@sh scripts/venv.sh dev
 
-# The local stack: real Envoy, the filter, three simulated engines, and a scene. ONCE=1 ends after the scene.
+# The local stack: real Envoy, the filter, three simulated engines, and a scene. ONCE=1 ends after the scene;
+# RECORD=FILE keeps what the filter saw, for `headway backtest FILE`.
 run: .venv/.installed-stack
-	@$(BIN)/headway stack --scene $(if $(ONCE),--once,)
+	@$(BIN)/headway stack --scene $(if $(ONCE),--once,) $(if $(RECORD),--record "$(RECORD)",)
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)

@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import gc
 import importlib.metadata
+import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +24,40 @@ from extproc.recording_file import RecordingLines, read_lines
 from predictor.accuracy import as_text, summary
 from predictor.backtest import Backtest, BadOverride, foresee, read_what_if, result_lines
 from predictor.clairvoyance import BadCosts, read_costs
-from predictor.recording import BadRecording, read_records
+from predictor.recording import BadRecording, Header, Record, read_records
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_NOBODY_READS = 128 + signal.SIGPIPE  # what a shell shows of a tool that a closed pipe has ended
 _BACKTEST_SEED = 1
 _ADMIN_URL = "http://127.0.0.1:9464"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            # What was printed may only stand in a buffer until now.
+            sys.stdout.flush()
+            sys.stderr.flush()
+    except BrokenPipeError:
+        # Whoever read what we print, such as `head`, has seen enough.
+        _print_no_more()
+        return EXIT_NOBODY_READS
+
+
+def _print_no_more() -> None:
+    """The interpreter flushes once more when it ends, and would complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="headway",
         description="Routes or refuses LLM requests behind Envoy by their predicted time to first token.",
@@ -43,6 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stack = commands.add_parser("stack", help="run the local stack: real Envoy, the filter, simulated engines")
     stack.add_argument("--scene", action="store_true", help="play the scripted scene")
     stack.add_argument("--once", action="store_true", help="end after the scene, with a status that tells how it went")
+    stack.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write down what the filter saw, for `headway backtest`, when it ends; compressed if FILE ends in .zst",
+    )
     backtest = commands.add_parser("backtest", help="run the predictor over a recording and say how near it was")
     backtest.add_argument("recording", type=Path, metavar="RECORDING")
     backtest.add_argument(
@@ -77,13 +111,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "backtest":
                 return _backtest(chosen.recording, chosen.json, chosen.what_if, chosen.clairvoyant)
             case _:
-                return _stack(scene=chosen.scene or chosen.once, once=chosen.once)
+                return _stack(scene=chosen.scene or chosen.once, once=chosen.once, record=chosen.record)
     except (BadConfig, BadModelFiles, BadOverride, BadCosts) as fault:
         print(fault, file=sys.stderr)
         return EXIT_USAGE
     except BadRecording as fault:
         print(f"{chosen.recording}: {fault}", file=sys.stderr)
         return EXIT_USAGE
+    except BrokenPipeError:
+        raise
     except OSError as fault:
         print(f"headway: {fault}", file=sys.stderr)
         return EXIT_FAILED
@@ -91,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_OK
 
 
-def _stack(scene: bool, once: bool) -> int:
+def _stack(scene: bool, once: bool, record: Path | None) -> int:
     try:
         # Their needs are an extra.
         import rich  # noqa: F401
@@ -100,7 +136,7 @@ def _stack(scene: bool, once: bool) -> int:
     except ModuleNotFoundError as missing:
         print(f"headway stack needs the package {missing.name}: pip install '.[stack]' in a checkout", file=sys.stderr)
         return EXIT_FAILED
-    return run_stack(scene, once)
+    return run_stack(scene, once, record)
 
 
 def _check(path: Path) -> int:
@@ -149,23 +185,42 @@ def _backtest(recording: Path, json: Path | None, what_if: Sequence[str], costs:
             return EXIT_USAGE
     backtest = Backtest(np.random.default_rng(_BACKTEST_SEED), overrides, foresight)
     began_s = time.monotonic()
-    lines = RecordingLines(recording)
-    backtest.run(read_records(lines))
+    lines, had = RecordingLines(recording), Counter[str]()
+    backtest.run(_counted(read_records(lines), had))
     if lines.cut_off is not None:
         read = f"{lines.lines} lines, {lines.read_bytes / 1e6:.1f} MB, were read"
         print(f"{recording}: cut off: {lines.cut_off}; {read}", file=sys.stderr)
     took_s = time.monotonic() - began_s
     outcomes = backtest.outcomes
+    left_out = [f"left out: {reason}: {count}" for reason, count in sorted(backtest.left_out.items())]
+    if not outcomes:
+        kinds = ", ".join(f"{count} of kind {kind!r}" for kind, count in sorted(had.items()))
+        print(
+            f"{recording}: no request was recorded: it has {kinds or 'no records'}",
+            *left_out,
+            sep="\n",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
     if json is not None:
         figures = summary(outcomes) | {"left_out": dict(sorted(backtest.left_out.items()))}
         with json.open("wb") as out:
             out.writelines(result_lines(outcomes, figures))
-    print(as_text(outcomes))
-    for reason, count in sorted(backtest.left_out.items()):
-        print(f"left out: {reason}: {count}")
+    print(as_text(outcomes), *left_out, sep="\n")
+    if all(outcome.actual_ttft_s is None for outcome in outcomes):
+        print("nothing could be graded: no first token of these requests was recorded")
+    sys.stdout.flush()
     speed = backtest.recorded_s / max(took_s, 1e-9)
     print(f"{len(outcomes)} requests in {took_s:.1f} s, {speed:.0f} times real time", file=sys.stderr)
     return EXIT_OK
+
+
+def _counted(records: Iterable[Record], had: Counter[str]) -> Iterator[Record]:
+    """What there is in a recording, by kind; its header says nothing."""
+    for record in records:
+        if not isinstance(record, Header):
+            had[str(record.__struct_config__.tag)] += 1
+        yield record
 
 
 async def _serve(config: Config) -> int:
@@ -190,7 +245,11 @@ async def _serve(config: Config) -> int:
     gc.set_threshold(20_000, 20, 20)
     hosts = (address.rpartition(":")[0] for address in (config.listen.grpc, config.listen.admin))
     grpc, admin = (f"{host}:{port}" for host, port in zip(hosts, listening, strict=True))
-    print(f"headway: ext_proc on {grpc}, admin on {admin}", flush=True)
+    try:
+        print(f"headway: ext_proc on {grpc}, admin on {admin}", flush=True)
+    except BrokenPipeError:
+        # Nobody reads it; Envoy asks all the same.
+        _print_no_more()
     await stopping.wait()
     await app.stop()
     return EXIT_OK

@@ -39,6 +39,17 @@ _BOUND_S = 5
 _RELATIVE, _ABSOLUTE_S = 0.10, 0.100
 
 
+class Screen(Console):
+    """Standard output, for people."""
+
+    def __init__(self) -> None:
+        super().__init__(file=sys.stdout, width=118)
+
+    def on_broken_pipe(self) -> None:
+        """Rich's own way out ends the process before the stack's parts are."""
+        raise BrokenPipeError
+
+
 @dataclass(slots=True)
 class Shot:
     """One request and what became of it."""
@@ -80,7 +91,7 @@ class Check:
 class Scene:
     stack: Stack
     seed: int = 20
-    console: Console = field(default_factory=lambda: Console(file=sys.stdout, width=118))
+    console: Console = field(default_factory=Screen)
     checks: list[Check] = field(default_factory=list)
     shots: list[Shot] = field(default_factory=list)
     _random: random.Random = field(init=False)
@@ -299,7 +310,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
 
 def say_where(stack: Stack) -> None:
     """Where to look, and what to try."""
-    console = Console(file=sys.stdout, width=118)
+    console = Screen()
     console.print("\n[bold]Where to look[/]")
     console.print(f"  send requests to   {stack.url}/v1/chat/completions   (model: sim)", highlight=False)
     console.print(f"  the fleet          {stack.admin_url}/fleet", highlight=False)

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -25,6 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import aiohttp
 import msgspec
 import yaml
+
+from extproc.config import unusable_folder
 
 if TYPE_CHECKING:
     from extproc.scene import Scene
@@ -299,12 +302,34 @@ class Stack:
             raise StackFault(f"{child.name} was not ready in {_START_TIMEOUT_S:g} s:\n{child.tail()}") from None
 
 
-def run_stack(scene: bool, once: bool) -> int:
-    """The command: starts the stack, plays the scene if wanted, stays up until Ctrl-C unless `once`."""
-    return asyncio.run(_run_stack(scene, once))
+def run_stack(scene: bool, once: bool, record: Path | None = None) -> int:
+    """The command: starts the stack, plays the scene if wanted, stays up until Ctrl-C unless `once`. What the filter
+    saw is written to `record` when it ends."""
+    if record is not None:
+        _check_place(record)
+    return asyncio.run(_run_stack(scene, once, record))
 
 
-async def _run_stack(scene: bool, once: bool) -> int:
+def _check_place(record: Path) -> None:
+    """Raises StackFault for a file that could not be written: at once, and not when all is over."""
+    folder = record.absolute().parent
+    why = unusable_folder(folder) if folder.is_dir() else f"there is no folder {folder}"
+    if record.is_dir():
+        why = "this is a folder"
+    if why is not None:
+        raise StackFault(f"--record {record}: {why}")
+
+
+def _keep_recording(folder: Path, record: Path) -> str:
+    """Moves what the filter has written, under a name of its own. Returns what is to be said of it; raises OSError."""
+    written = next(iter(folder.glob("*")), None)
+    if written is None:
+        return f"Nothing was recorded, since the filter did not start: {record} is not written\n"
+    shutil.move(written, record)
+    return f"Recorded. How near the predictions were: headway backtest {shlex.quote(str(record))}\n"
+
+
+async def _run_stack(scene: bool, once: bool, record: Path | None) -> int:
     # The scene imports this module.
     from extproc.scene import Scene, say_where
 
@@ -314,7 +339,9 @@ async def _run_stack(scene: bool, once: bool) -> int:
         loop.add_signal_handler(number, stopping.set)
     folder = Path(tempfile.mkdtemp(prefix="headway-"))
     keep_logs = False
-    stack = Stack(folder)
+    recordings = folder / "recordings"
+    recording = {"folder": str(recordings), "compress": record is not None and record.suffix == ".zst"}
+    stack = Stack(folder, overrides=None if record is None else {"recording": recording})
     starting = asyncio.create_task(_start_and_play(stack, Scene(stack) if scene else None))
     interrupted = asyncio.create_task(stopping.wait())
     try:
@@ -336,10 +363,17 @@ async def _run_stack(scene: bool, once: bool) -> int:
             task.cancel()
         await asyncio.gather(starting, interrupted, return_exceptions=True)
         await stack.stop()
+        said = ""
+        if record is not None:
+            try:
+                said = _keep_recording(recordings, record)
+            except OSError as fault:
+                keep_logs, said = True, f"The recording could not be moved to {record}: {fault}\n"
         if keep_logs:
-            sys.stderr.write(f"Logs and configs are kept in {folder}\n")
+            said += f"Logs and configs are kept in {folder}\n"
         else:
             shutil.rmtree(folder, ignore_errors=True)
+        sys.stderr.write(said)
 
 
 async def _report_ends(children: Sequence[Child], interrupted: asyncio.Task[bool]) -> None:

@@ -143,10 +143,83 @@ def test_a_part_that_does_not_start_is_told_with_its_last_words(tmp_path: Path) 
     assert (kept / "envoy.yaml").exists()
 
 
+def backtest(recording: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "extproc.cli", "backtest", str(recording)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("name", ["recorded.jsonl", "recorded.jsonl.zst"])
+def test_what_a_stack_recorded_can_be_run_again(tmp_path: Path, name: str) -> None:
+    recording = tmp_path / name
+    process = subprocess.Popen(
+        [*COMMAND, "--record", str(recording)],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        address = wait_until_up(process)
+        children = children_of(process.pid)
+        body = b'{"model":"sim","stream":true,"max_tokens":3,"messages":[{"role":"user","content":"Hi"}]}'
+        request = urllib.request.Request(f"{address}/v1/chat/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert b"[DONE]" in answer.read()
+        process.send_signal(signal.SIGINT)
+        output = ends_cleanly(process, children, 0, tmp_path)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    assert f"headway backtest {recording}" in output
+    assert recording.read_bytes().startswith(b"\x28\xb5\x2f\xfd" if name.endswith(".zst") else b'{"kind":"header"')
+    ended = backtest(recording)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^all +1 ", ended.stdout, re.MULTILINE), ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [("missing/recorded.jsonl", "there is no folder"), (".", "this is a folder")]
+)
+def test_a_recording_that_could_not_be_written_is_told_before_anything_starts(
+    tmp_path: Path, place: str, why: str
+) -> None:
+    command = [*COMMAND, "--once", "--record", place]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=20, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"headway: --record {place}: {why}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("scene", [[], ["--scene"]])
+def test_a_stack_whose_output_nobody_reads_any_more_ends_with_all_its_parts(tmp_path: Path, scene: list[str]) -> None:
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [*COMMAND, *scene], cwd=tmp_path, env=environment(tmp_path), stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    children: set[int] = set()
+    while len(children) < 5 and process.poll() is None:
+        children |= children_of(process.pid)
+        time.sleep(0.01)
+    os.close(reading)
+    try:
+        _, stderr = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert (process.returncode, stderr) == (141, "")
+    assert [pid for pid in children if alive(pid)] == []
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.timeout(240)
 def test_the_scene_plays_and_finds_every_prediction_right(tmp_path: Path) -> None:
+    recording = tmp_path / "scene.jsonl"
     ended = subprocess.run(
-        [*COMMAND, "--once"],
+        [*COMMAND, "--once", "--record", str(recording)],
         cwd=tmp_path,
         env=environment(tmp_path),
         capture_output=True,
@@ -160,6 +233,10 @@ def test_the_scene_plays_and_finds_every_prediction_right(tmp_path: Path) -> Non
     assert "FAIL" not in ended.stdout
     assert ended.stdout.count("  ok  ") >= 10
     assert list(tmp_path.glob("headway-*")) == []
+    again = backtest(recording)
+    assert again.returncode == 0, again.stderr
+    (graded,) = re.findall(r"^all +(\d+) ", again.stdout, re.MULTILINE)
+    assert int(graded) >= 40
 
 
 def test_an_ordinary_user_can_run_it() -> None:

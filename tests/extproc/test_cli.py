@@ -1,6 +1,7 @@
 """The `headway` command, in process where it ends by itself, as a process where it serves."""
 
 import contextlib
+import http.server
 import json
 import os
 import re
@@ -10,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Self
 
 import pytest
 
-from extproc.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
+from extproc.cli import EXIT_FAILED, EXIT_NOBODY_READS, EXIT_OK, EXIT_USAGE, main
 
 MODEL = Path(__file__).parents[2] / "enginesim" / "model"
 QUICK = "shutdown: {notice_s: 0.05, grace_s: 0.2}\n"
@@ -70,6 +73,32 @@ def taken() -> Iterator[int]:
     """A port that somebody listens on."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
         yield listening.getsockname()[1]
+
+
+@pytest.fixture
+def free_port() -> int:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        port: int = listening.getsockname()[1]
+    return port
+
+
+@pytest.fixture
+def metrics_page() -> Iterator[str]:
+    """The address of an admin port that has the metrics of a filter that has graded nothing."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"# TYPE headway_predictions_graded_total counter\n")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def written(folder: Path, text: str) -> str:
@@ -170,6 +199,104 @@ def test_broken_model_files_are_faults_of_their_pools(tmp_path: Path, capsys: py
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"{path}:2: pools[0].tokenizer: {tmp_path / 'here' / 'tokenizer.json'}: ")
     assert second.startswith(f"{path}:3: pools[1].tokenizer: {tmp_path / 'there' / 'tokenizer.json'}: ")
+
+
+def recording(folder: Path, *records: str) -> str:
+    path = folder / "recording.jsonl"
+    path.write_text("".join(f"{record}\n" for record in records))
+    return str(path)
+
+
+HEADER = '{"kind":"header","version":1}'
+WORKER = '{"kind":"worker","t":0,"worker":"w","pool":"m","engine":"vllm","settings":{"block_size":16}}'
+ASKED = '{"kind":"request","t":1,"id":"r","pool":"m","worker":"w","prompt_tokens":500,"hashes":"","block_size":16}'
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([], "no request was recorded: it has no records"),
+        ([HEADER], "no request was recorded: it has no records"),
+        ([HEADER, WORKER], "no request was recorded: it has 1 of kind 'worker'"),
+    ],
+)
+def test_a_recording_with_nothing_to_predict_is_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], records: list[str], said: str
+) -> None:
+    path = recording(tmp_path, *records)
+    assert main(["backtest", path, "--json", str(tmp_path / "out")]) == EXIT_USAGE
+    told = capsys.readouterr()
+    assert told.err.splitlines()[0] == f"{path}: {said}"
+    assert told.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recording_without_first_tokens_says_that_nothing_was_graded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["backtest", recording(tmp_path, HEADER, WORKER, ASKED)]) == EXIT_OK
+    assert "nothing could be graded" in capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def closed_pipe() -> Iterator[int]:
+    """The writing end of a pipe that nobody reads any more, as after `head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        yield writing
+    finally:
+        os.close(writing)
+
+
+COMMAND = [sys.executable, "-m", "extproc.cli"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["check", "backtest", "report", "--help", "--version", "backtest --help"])
+def test_what_nobody_reads_any_more_ends_quietly(
+    tmp_path: Path, metrics_page: str, command: str, unbuffered: str
+) -> None:
+    arguments = {
+        "check": ["check", "-c", written(tmp_path, POOL)],
+        "backtest": ["backtest", recording(tmp_path, HEADER, WORKER, ASKED)],
+        "report": ["report", metrics_page],
+    }.get(command, command.split())
+    with closed_pipe() as pipe:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        ended = subprocess.run(
+            [*COMMAND, *arguments], stdout=pipe, stderr=subprocess.PIPE, env=environment, text=True, check=False
+        )
+    # What argparse prints by itself it gives up printing without a word.
+    printed_by_argparse = unbuffered and command.endswith(("--help", "--version"))
+    assert ended.returncode == (EXIT_OK if printed_by_argparse else EXIT_NOBODY_READS)
+    # How long a backtest took stands on standard error, and comes last.
+    assert ended.stderr == ""
+
+
+def test_faults_that_nobody_reads_any_more_end_quietly_too(tmp_path: Path) -> None:
+    with closed_pipe() as pipe:
+        path = written(tmp_path, "surprise: 1\n")
+        ended = subprocess.run([*COMMAND, "check", "-c", path], stdout=subprocess.PIPE, stderr=pipe, check=False)
+    assert ended.returncode == EXIT_NOBODY_READS
+    assert ended.stdout == b""
+
+
+def test_a_filter_whose_output_nobody_reads_serves_all_the_same(tmp_path: Path, free_port: int) -> None:
+    path = written(tmp_path, listen(admin=free_port) + QUICK + POOL)
+    with closed_pipe() as pipe:
+        process = subprocess.Popen([*COMMAND, "serve", "-c", path], stdout=pipe, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{free_port}/fleet"):
+                break
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == EXIT_OK
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["serve"], ["check"], ["check", "-c"]])
