@@ -11,6 +11,7 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import itertools
+import os
 import random
 import shlex
 import shutil
@@ -326,7 +327,9 @@ def _keep_recording(folder: Path, record: Path) -> str:
     if written is None:
         return f"Nothing was recorded, since the filter did not start: {record} is not written\n"
     shutil.move(written, record)
-    return f"Recorded. How near the predictions were: headway backtest {shlex.quote(str(record))}\n"
+    # As `make` installs it, it is on nobody's PATH.
+    command = "headway" if shutil.which("headway") else os.path.relpath(Path(sys.executable).with_name("headway"))
+    return f"Recorded. How near the predictions were: {command} backtest {shlex.quote(str(record))}\n"
 
 
 async def _run_stack(scene: bool, once: bool, record: Path | None) -> int:
