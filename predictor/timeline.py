@@ -290,7 +290,8 @@ class Guess:
 
     def steps_until(self, at_s: float) -> float:
         """As `Timeline.steps_until`."""
-        return max(0.0, at_s - self.begins_s) / self.cost.step_s(0, 0, 0)
+        full_s = self.cost.step_s(0, 0, 0) + self.cost.per_token_s * self.settings.max_num_batched_tokens
+        return max(0.0, at_s - self.begins_s) / full_s
 
     def likely_course(self, tokens: int, blocks: int = 0, budget: Budget | None = None) -> Course:
         """As `Timeline.likely_course`."""
