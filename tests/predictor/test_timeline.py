@@ -14,7 +14,7 @@ from predictor.engines.vllm import NO_DRAFTS, Drafting, Queue, Sequence, Setting
 from predictor.prefill_cost import StepCost
 from predictor.prefixes_ahead import Share
 from predictor.run_forward import RunForward
-from predictor.timeline import Timeline
+from predictor.timeline import Guess, Timeline
 
 MEASURED = StepCost(0.0, 0.0, 0.005, 30e-6, 37e-12, 50e-6)
 
@@ -246,3 +246,12 @@ def test_who_waits_and_shares_what_others_hold_needs_only_the_rest() -> None:
     step_s = MEASURED.decode_step_s(1)
     assert admitted_s({}) == pytest.approx(9 * step_s)
     assert admitted_s({"runs": Share(100, 100), "waits": Share(100, 0)}) == 0.0
+
+
+@pytest.mark.parametrize("prompts", [1, 10, 60])
+def test_a_guess_and_a_timeline_agree_on_how_many_steps_a_wait_has(prompts: int) -> None:
+    settings = Settings(max_num_batched_tokens=8192)
+    queue = Queue(waiting=deque(Sequence(f"w{n}", 8192, 0, 1) for n in range(prompts)))
+    shape = Shape(queue, settings, MEASURED, {seq.id: 1 for seq in queue.waiting})
+    for told in (shape.timeline(), Guess(0.0, 8192 * prompts, settings, MEASURED)):
+        assert told.steps_until(told.admitted_s()) == pytest.approx(prompts, rel=0.05)
