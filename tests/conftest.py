@@ -26,7 +26,9 @@ _WHOLE_PROCESSES = ("e2e", "engine")
 def pytest_addoption(parser: pytest.Parser) -> None:
     for marker, needed in _APART.items():
         parser.addoption(f"--run-{marker}", action="store_true", help=f"run the tests that need {needed}")
-    parser.addoption("--reduced", action="store_true", help="with --run-engine: fewer requests")
+    parser.addoption(
+        "--reduced", action="store_true", help="with --run-engine: fewer requests, none of the tests marked whole"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -35,6 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in _WHOLE_PROCESSES:
             item.add_marker(pytest.mark.flaky(reruns=1))
     left_out = [marker for marker in _APART if not config.getoption(f"--run-{marker}")]
+    left_out += ["whole"] if config.getoption("--reduced") else []
     apart = {item for item in items if any(item.get_closest_marker(marker) for marker in left_out)}
     if apart:
         config.hook.pytest_deselected(items=list(apart))

@@ -62,8 +62,8 @@ class Outcome:
     actual_s: float
     predicted_s: float
     naive_s: float
-    low_s: float | None = None
-    high_s: float | None = None
+    low_s: float  # the interval that was told
+    high_s: float
 
 
 @dataclass(frozen=True)
@@ -315,6 +315,8 @@ class Observer:
                     at[number] - asked_s[number],
                     priced.ttft_s,
                     naive[number],
+                    priced.low_s,
+                    priced.high_s,
                 )
             )
         self.offset_s = now_s + 100.0
@@ -379,6 +381,11 @@ def observer(
     )
 
 
+def coverage(outcomes: Sequence[Outcome]) -> float:
+    """The share that was within the interval told, which is to hold nine in ten."""
+    return sum(outcome.low_s <= outcome.actual_s <= outcome.high_s for outcome in outcomes) / len(outcomes)
+
+
 def counted(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
     return outcomes[int(WARM_UP * len(outcomes)) :]
 
@@ -414,7 +421,8 @@ def main() -> None:
             median_s = statistics.median(o.actual_s for o in rest)
             sys.stdout.write(
                 f"{name + label:34s} naive {naive!s:24s} watching {watching!s:24s} ours {ours!s:24s} "
-                f"p90 {ours.p90_ratio:.1%} bias {ours.bias_s:+.2f} s, median ttft {median_s:.2f} s, cache {right:.1%}, "
+                f"p90 {ours.p90_ratio:.1%} bias {ours.bias_s:+.2f} s, 90 % interval covers {coverage(rest):.0%}, "
+                f"median ttft {median_s:.2f} s, cache {right:.1%}, "
                 f"forced {watcher.worker.shadow.forced}, slowest call {watcher.slowest_s * 1e3:.0f} ms, "
                 f"{watcher.spent_s:.1f} s in all\n"
             )
