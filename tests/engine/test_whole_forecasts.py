@@ -30,7 +30,7 @@ ROWS = {
     "sglang trace 1.3": (0.80, 1.0, 0.03),
     "sglang giants": (0.995, 1.0, 0.04),
     "sglang conversations": (0.995, 1.0, 0.04),
-    "sglang decodes": (0.995, 1.0, 0.04),
+    "sglang decodes": (0.995, 1.0, 0.5),
     "sglang storm": (0.28, 0.70, 0.45),
 }
 WARM = {
