@@ -165,6 +165,11 @@ class Live:
         """Whether the filter believes to know all that this engine's cache holds."""
         return bool((await self.worker(name))["feed_trusted"])
 
+    async def switch(self, what: str, worker: str) -> None:
+        """`drain` or `serve`."""
+        async with self.http.post(f"{self.stack.admin_url}/{what}/{worker}") as response:
+            assert response.status == 200, await response.text()
+
     async def counts(self) -> Counts:
         async with self.http.get(f"{self.stack.admin_url}/metrics") as response:
             return Counts(await response.text())
