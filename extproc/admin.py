@@ -29,8 +29,17 @@ class Admin:
     """Serves until stopped. It shows everything to whoever can reach it, and lets them drain engines: keep it on
     loopback or behind a policy."""
 
-    def __init__(self, fleet: Fleet, registry: CollectorRegistry, clock: Callable[[], float], drain: Drain) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        registry: CollectorRegistry,
+        clock: Callable[[], float],
+        drain: Drain,
+        on_fault: Callable[[Exception], None] = lambda fault: None,
+    ) -> None:
+        """`on_fault` is told why the fleet cannot be shown."""
         self._fleet = fleet
+        self._on_fault = on_fault
         self._registry = registry
         self._clock = clock
         self._drain = drain
@@ -65,8 +74,15 @@ class Admin:
 
     async def _show_fleet(self, request: web.Request) -> web.Response:
         del request
-        body = msgspec.json.format(msgspec.json.encode(self._fleet.view(self._clock())), indent=2)
-        return web.Response(body=body, content_type="application/json")
+        try:
+            body = msgspec.json.encode(self._fleet.view(self._clock()))
+        except Exception as fault:
+            self._on_fault(fault)
+            told = f"the fleet cannot be shown, which is a fault of ours: {type(fault).__name__}; the log has more"
+            raise web.HTTPInternalServerError(
+                text=msgspec.json.encode({"error": told}).decode() + "\n", content_type="application/json"
+            ) from fault
+        return web.Response(body=msgspec.json.format(body, indent=2), content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         del request

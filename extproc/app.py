@@ -145,9 +145,6 @@ class App:
             large_bytes = tokenization.large_bytes if config.large_deadline_s else sys.maxsize
             patience = Patience(large_bytes, gateway.max_message_timeout_s, always=bool(holds))
         processor = Processor(judge, ledger, metrics, log, clock, gateway.ask_for_body, patience, bool(holds))
-        registry.register(
-            FleetCollector(fleet, clock, lambda: processor.open_streams, metrics.bugs.labels("fleet_view").inc)
-        )
 
         self._config = config
         self._clock = clock
@@ -164,7 +161,8 @@ class App:
         self._requests = requests
         self._reader = reader
         self._server = Server(processor, AccessLog(ledger, metrics, log), metrics, log)
-        self._admin = Admin(fleet, registry, clock, self._drain)
+        registry.register(FleetCollector(fleet, clock, lambda: processor.open_streams, self._fleet_not_shown))
+        self._admin = Admin(fleet, registry, clock, self._drain, self._fleet_not_shown)
         self._zmq = zmq.asyncio.Context()
         self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -356,6 +354,10 @@ class App:
     def _late_fault(self, fault: BaseException) -> None:
         self._metrics.bugs.labels("prompt").inc()
         self._log("bug", where="prompt", trace="".join(traceback.format_exception(fault)))
+
+    def _fleet_not_shown(self, fault: Exception) -> None:
+        self._metrics.bugs.labels("fleet_view").inc()
+        self._log("bug", where="fleet_view", trace="".join(traceback.format_exception(fault)))
 
     async def _housekeeping(self) -> None:
         while True:

@@ -209,7 +209,7 @@ class FleetCollector(Collector):
         fleet: Fleet,
         clock: Callable[[], float],
         open_streams: Callable[[], int],
-        on_fault: Callable[[], None] = lambda: None,
+        on_fault: Callable[[Exception], None] = lambda fault: None,
     ) -> None:
         self._fleet = fleet
         self._clock = clock
@@ -219,9 +219,9 @@ class FleetCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         try:
             view = self._fleet.view(self._clock())
-        except Exception:
+        except Exception as fault:
             # What counts faults must be there to be read when there is one.
-            self._on_fault()
+            self._on_fault(fault)
             return
         yield GaugeMetricFamily("headway_tickets_in_flight", "Granted requests in flight", value=self._fleet.in_flight)
         yield GaugeMetricFamily("headway_streams_open", "Open ext_proc streams", value=self._open_streams())

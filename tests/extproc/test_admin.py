@@ -49,6 +49,25 @@ async def test_the_fleet_is_json(http: aiohttp.ClientSession) -> None:
     assert worker["cost"]["samples"] == 0
 
 
+async def test_a_fleet_that_cannot_be_shown_is_said_so_and_told_to_whoever_logs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    filter_, faults = Filter(clock=ManualClock()), list[Exception]()
+    monkeypatch.setattr(filter_.fleet, "view", lambda now_s: 1 / 0)
+    admin = Admin(filter_.fleet, filter_.registry, ManualClock(), lambda name, on: None, faults.append)
+    port = await admin.start("127.0.0.1", 0)
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            async with session.get("/fleet") as response:
+                assert response.status == 500
+                assert "ZeroDivisionError" in (await response.json())["error"]
+            async with session.get("/metrics") as response:
+                assert response.status == 200
+    finally:
+        await admin.stop()
+    assert [type(fault) for fault in faults] == [ZeroDivisionError]
+
+
 @pytest.mark.parametrize(("path", "shown"), [("/", "/fleet"), ("/healthz", "ok")])
 async def test_pages_for_people_and_probes(http: aiohttp.ClientSession, path: str, shown: str) -> None:
     async with http.get(path) as response:

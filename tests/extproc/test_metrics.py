@@ -146,14 +146,14 @@ async def test_gauges_show_the_fleet_as_it_is() -> None:
 
 async def test_a_fleet_that_cannot_be_shown_leaves_the_rest_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     filter_ = Filter({"a": "10.0.0.1:8000"}, ManualClock())
-    faults: list[str] = []
-    collector = FleetCollector(filter_.fleet, ManualClock(), lambda: 0, lambda: faults.append("fleet_view"))
+    faults: list[Exception] = []
+    collector = FleetCollector(filter_.fleet, ManualClock(), lambda: 0, faults.append)
     monkeypatch.setattr(filter_.fleet, "view", lambda now_s: 1 / 0)
     registry = CollectorRegistry()
     Metrics(registry)
     registry.register(collector)
     assert "headway_bugs" in page(registry)
-    assert faults
+    assert isinstance(faults[0], ZeroDivisionError)
 
 
 def test_it_is_counted_how_often_an_engine_did_otherwise_than_its_replay_had_it() -> None:
