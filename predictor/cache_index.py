@@ -30,6 +30,9 @@ _PARKED_AT_MOST = 16_384  # orphan blocks a holder
 # A run whose parent was never told of is looked for in prompts of so many blocks. Where they do not have so many runs
 # one after the other, as where decodes go on whose beginning was lost, only one of so many is.
 _PROMPT_BLOCKS_LOOKED_AT, _STRANGE_LOOKED_UP = 100_000, 32
+# Of one view, parents that show what is before them, and blocks that are presumed where its capacity is not known. What
+# is presumed is spared when others are shed; half of a known capacity is left for what is told.
+_PRESUMED_PARENTS, _PRESUMED_BLOCKS = 64, 1 << 16
 _RECENT = 1024  # blocks of small runs: of what is decoded, some are what the next go on from
 # Slots of the table of holders that are swept for every block that is taken in, and at least per event.
 _SWEPT_PER_BLOCK, _SWEPT_PER_EVENT = 64, 4096
@@ -103,6 +106,11 @@ class _Holder:
     has_shed: bool = False  # blocks were let go of that the engine may have
     # What the names table says of some that came last, at hand: decoding goes on from one at every block.
     recent: dict[int | None, int] = field(default_factory=dict)
+
+    @property
+    def most_presumed(self) -> int:
+        """Blocks that may be."""
+        return _PRESUMED_BLOCKS if self.capacity is None else self.capacity // 2
 
     def tick(self, count: int) -> int:
         """The first of so many consecutive birth numbers."""
@@ -374,7 +382,8 @@ class CacheIndex:
             self._hold(holder, event.hashes, linked, ratio)
             first = int(linked[0])
         self._adopt(view, event.hashes)
-        if event.parent in holder.presumed:
+        if event.parent is not None and event.parent in holder.presumed:
+            holder.presumed[event.parent] = holder.presumed.pop(event.parent)  # used last
             self._adopt(view, [event.parent])
         self._shed(holder)
         return first if event.tier is Tier.DEVICE else None
@@ -675,7 +684,9 @@ class CacheIndex:
             before = prompt[:place]
             if theirs in holder.presumed:
                 self._unpresume(holder, holder.presumed.pop(theirs))
-            holder.presumed[theirs] = self._hold_presumed(holder, before[:-1])
+            most = holder.most_presumed
+            holder.presumed[theirs] = self._hold_presumed(holder, before[:-1][:most])
+            self._presume_at_most(holder, most)
             self._hold_one(holder, theirs, int(before[-1]))
             self.adopted += place
             return int(before[-1])
@@ -695,6 +706,15 @@ class CacheIndex:
         if not is_held.all():
             self._hold(holder, names[~is_held].tolist(), ours[~is_held], 1)
         return np.concatenate([names[~is_held], again])
+
+    def _presume_at_most(self, holder: _Holder, blocks: int) -> None:
+        """Gives up what was presumed for the parents from which nobody has gone on for longest."""
+        presumed = holder.presumed
+        left = sum(map(len, presumed.values()))
+        while len(presumed) > _PRESUMED_PARENTS or left > blocks:
+            names = presumed.pop(next(iter(presumed)))
+            left -= len(names)
+            self._unpresume(holder, names)
 
     def _unpresume(self, holder: _Holder, names: Keys) -> None:
         if holder.more_copies:

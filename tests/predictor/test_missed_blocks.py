@@ -114,6 +114,30 @@ def test_a_block_that_was_taken_to_be_gone_is_there_again_when_somebody_goes_on_
     assert view.run(10, 20, 30) == 3
 
 
+def test_of_more_parents_than_are_remembered_those_go_that_were_not_used_for_longest() -> None:
+    view = View()
+    for number in range(70):
+        block = 1000 + 10 * number
+        view.prompts = [hashes([10, block, block + 2, block + 4])]
+        view.takes(stored([2 * number + 1], [block + 4], parent=2 * number + 2))
+        if number >= 3:
+            view.takes(stored([5000 + number], [3000 + number], parent=2))  # the first is gone on from again and again
+    runs = [view.run(10, 1000 + 10 * number, 1000 + 10 * number + 2) for number in range(70)]
+    # What is given up is what is before them: the parents themselves were told of.
+    assert runs == [3, *[1] * 6, *[3] * 63]
+
+
+@pytest.mark.parametrize("prompt", [30, 300])
+def test_a_worker_has_no_more_than_half_of_its_cache_presumed_whatever_its_events_say(prompt: int) -> None:
+    view = View(capacity=100)
+    for number in range(40):
+        blocks = [10_000 * (number + 1) + 2 * place for place in range(prompt)]
+        view.prompts = [hashes(blocks)]
+        view.takes(stored([2 * number + 1], blocks[-1:], parent=2 * number + 2))
+        assert view.index.blocks("w") <= 50 + 2 * (number + 1)
+        assert view.run(*blocks) >= min(prompt, 50)
+
+
 def test_a_prompt_of_twenty_thousand_blocks_is_presumed_in_milliseconds_and_given_up_as_quickly() -> None:
     view = View()
     blocks = list(range(10, 400_010, 20))
