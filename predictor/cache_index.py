@@ -674,23 +674,18 @@ class CacheIndex:
         theirs = event.parent
         extras = None if digests is None else np.array(digests, np.uint64)
         contents = self._hasher.contents(event.tokens, self.family.block_size, extras, event.ahead)
-        looked_at = 0
-        for prompt in view.prompts():
-            looked_at += len(prompt)
-            place = self._hasher.place(contents, prompt) if looked_at <= _PROMPT_BLOCKS_LOOKED_AT else None
-            if place is None or theirs is None:
-                continue
-            holder.strange = 0
-            before = prompt[:place]
-            if theirs in holder.presumed:
-                self._unpresume(holder, holder.presumed.pop(theirs))
-            most = holder.most_presumed
-            holder.presumed[theirs] = self._hold_presumed(holder, before[:-1][:most])
-            self._presume_at_most(holder, most)
-            self._hold_one(holder, theirs, int(before[-1]))
-            self.adopted += place
-            return int(before[-1])
-        return None
+        before = self._hasher.place(contents, _blocks_at_most(view.prompts(), _PROMPT_BLOCKS_LOOKED_AT))
+        if before is None or theirs is None:
+            return None
+        holder.strange = 0
+        if theirs in holder.presumed:
+            self._unpresume(holder, holder.presumed.pop(theirs))
+        most = holder.most_presumed
+        holder.presumed[theirs] = self._hold_presumed(holder, before[:-1][:most])
+        self._presume_at_most(holder, most)
+        self._hold_one(holder, theirs, int(before[-1]))
+        self.adopted += len(before)
+        return int(before[-1])
 
     def _hold_presumed(self, holder: _Holder, ours: BlockHashes) -> Keys:
         """Holds blocks whose names are not known under names of ours, which are returned: those that nobody has told
@@ -1007,6 +1002,17 @@ def _part_names(names: Keys, ratio: int) -> Keys:
     parts *= np.uint64(0x9FB21C651E98DF25)
     parts[:, -1] = names
     return parts
+
+
+def _blocks_at_most(prompts: Iterable[BlockHashes], blocks: int) -> list[BlockHashes]:
+    """The first prompts that have no more blocks together."""
+    few = []
+    for prompt in prompts:
+        blocks -= len(prompt)
+        if blocks < 0:
+            break
+        few.append(prompt)
+    return few
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -9,8 +9,7 @@ can aim for a collision.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +18,8 @@ import numpy.typing as npt
 
 MAX_BLOCK_SIZE = 4096  # tokens
 MAX_LOOKAHEAD = 64  # tokens
+# Of the places in prompts that begin and end as blocks that are looked for, so many are compared block by block.
+_COMPARED_AT_MOST = 8
 
 Tokens = npt.NDArray[np.uint32]
 BlockHashes = npt.NDArray[np.uint64]
@@ -175,22 +176,58 @@ class BlockHasher:
         They are looked for where chunks of so many blocks begin, but for the first.
         """
         step = len(contents)
-        start = next(self._places(contents, hashes, step), None)
-        return None if start is None else int(hashes[start - 1])
+        within = self._within(hashes)
+        places = self._places_alike(contents, within, step)
+        found = (at for at in places[:_COMPARED_AT_MOST].tolist() if self._are_at(at, contents, within))
+        place = next(found, None)
+        return None if place is None else int(hashes[place])
 
-    def place(self, contents: BlockHashes, hashes: BlockHashes) -> int | None:
-        """Which block of a prompt with such chained hashes is the first of these; None if they are not in it, but for
-        its very beginning, or in several places."""
-        found = list(islice(self._places(contents, hashes, 1), 2))
-        return found[0] if len(found) == 1 else None
+    def place(self, contents: BlockHashes, prompts: Sequence[BlockHashes]) -> BlockHashes | None:
+        """The chained hashes of what stands before such blocks in the first of these prompts that has them.
 
-    def _places(self, contents: BlockHashes, hashes: BlockHashes, every: int) -> Iterator[int]:
-        count = len(contents)
-        starts = np.arange(every, len(hashes) - count + 1, every)
-        firsts = hashes[starts] - hashes[starts - 1] * np.uint64(self._factor)
-        for start in starts[firsts == contents[0]].tolist():
-            if (self.link(int(hashes[start - 1]), contents) == hashes[start : start + count]).all():
-                yield start
+        None if no prompt does, but for its very beginning; if that prompt has them in several places; or if they begin
+        and end as so many others do that it would take long to tell which they are.
+        """
+        if not prompts:
+            return None
+        # Where one prompt's end meets the next one's beginning, there is a block that nobody has.
+        joined = np.concatenate(prompts)
+        within = self._within(joined)
+        places = self._places_alike(contents, within, 1)
+        if len(places) > _COMPARED_AT_MOST * len(prompts):
+            return None
+        # What prompts have in common, from their beginning on, is one place.
+        places = places[np.sort(np.unique(joined[places], return_index=True)[1])]
+        if len(places) > _COMPARED_AT_MOST:
+            return None
+        found = [at for at in places.tolist() if self._are_at(at, contents, within)]
+        if not found:
+            return None
+        start = 0
+        for prompt in prompts:
+            if found[0] < start + len(prompt):
+                break
+            start += len(prompt)
+        if len(found) > 1 and found[1] < start + len(prompt):
+            return None
+        return prompt[: found[0] - start + 1]
+
+    def _within(self, hashes: BlockHashes) -> BlockHashes:
+        """The contents of a prompt's blocks from its second on, by its chained hashes."""
+        return hashes[1:] - hashes[:-1] * np.uint64(self._factor)
+
+    @staticmethod
+    def _places_alike(contents: BlockHashes, within: BlockHashes, every: int) -> npt.NDArray[np.int64]:
+        """Where among these blocks there are some that begin and end as the given ones, of so many places each one."""
+        first, behind = every - 1, len(within) - len(contents) + 1
+        alike = within[first : max(first, behind) : every] == contents[0]
+        if len(contents) > 1:
+            alike &= within[first + len(contents) - 1 :: every][: len(alike)] == contents[-1]
+        return np.flatnonzero(alike) * every + first
+
+    @staticmethod
+    def _are_at(at: int, contents: BlockHashes, within: BlockHashes) -> bool:
+        return bool((within[at : at + len(contents)] == contents).all())
 
     def contents(
         self, tokens: Tokens, block_size: int, extras: BlockHashes | None = None, ahead: Tokens | None = None

@@ -252,3 +252,61 @@ def test_an_estimated_prompt_has_at_least_one_token_and_no_hashes(token_count: i
     assert prompt.token_count == max(1, token_count)
     assert not prompt.exact
     assert prompt.hashes == {}
+
+
+# Blocks of which only the contents are known
+
+
+def blocks_of(hashes: BlockHasher, blocks: list[int]) -> BlockHashes:
+    return hashes.contents(as_tokens(blocks), 1)
+
+
+few_blocks = st.lists(st.integers(1, 3), min_size=1, max_size=8)
+
+
+@given(prompts=st.lists(few_blocks, max_size=4), looked_for=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+@settings(max_examples=500)
+def test_blocks_are_behind_what_stands_before_them_in_the_first_prompt_that_has_them_once(
+    prompts: list[list[int]], looked_for: list[int]
+) -> None:
+    hashes = hasher()
+    expected = None
+    for prompt in prompts:
+        places = [at for at in range(1, len(prompt)) if prompt[at : at + len(looked_for)] == looked_for]
+        if places:
+            expected = prompt[: places[0]] if len(places) == 1 else None
+            break
+    chained = [hashes.prompt_hashes(as_tokens(prompt), HashFamily(1), PLAIN) for prompt in prompts]
+    before = hashes.place(blocks_of(hashes, looked_for), chained)
+    if before is None:
+        many = len({tuple(prompt[:at]) for prompt in prompts for at in range(1, len(prompt))}) > 8
+        assert expected is None or many
+    else:
+        assert before.tolist() == hashes.prompt_hashes(as_tokens(expected or []), HashFamily(1), PLAIN).tolist()
+
+
+@pytest.mark.parametrize("every", [1, 400])
+@pytest.mark.parametrize("last", [1, 2])
+@pytest.mark.parametrize("different", [[], [200], [0, 399], [3, 200, 399]])
+def test_a_long_run_is_compared_in_few_places_however_many_of_them_look_right(
+    different: list[int], last: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = 0
+    are_at = BlockHasher._are_at
+
+    def counted(at: int, contents: BlockHashes, within: BlockHashes) -> bool:
+        nonlocal compared
+        compared += len(contents)
+        return are_at(at, contents, within)
+
+    monkeypatch.setattr(BlockHasher, "_are_at", staticmethod(counted))
+    hashes = hasher()
+    run = [1] * 400
+    for place in different:
+        run[place] = 2
+    alike = hashes.prompt_hashes(as_tokens([1] * 4000 + [last] * 400), HashFamily(1), PLAIN)
+    if every == 1:
+        hashes.place(blocks_of(hashes, run), [alike] * 3)
+    else:
+        hashes.before(blocks_of(hashes, run), alike)
+    assert compared <= 8 * 400
