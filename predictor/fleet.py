@@ -374,7 +374,7 @@ class Fleet:
         priced = ticket.forecast
         predicted_s = priced.ttft_s - priced.already_waited_s
         worker.calibration.grade(
-            priced.kind, priced.spread, predicted_s, actual_s - priced.already_waited_s, ticket.overdue
+            priced.kind, priced.shown, predicted_s, actual_s - priced.already_waited_s, ticket.overdue
         )
         hits_may_be_unseen = worker.unseen_hits and home.cache.view(ticket.worker).trust is Trust.LOST
         if not hits_may_be_unseen and worker.cost.graded(

@@ -33,7 +33,8 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     tokens_ahead: int  # prefill tokens queued before it
     exact_tokens: bool
     kind: Kind = UNSURE
-    spread: Spread = UNKNOWN
+    spread: Spread = UNKNOWN  # by what was graded of forecasts like it: bounds are judged by it
+    shown: Spread = UNKNOWN  # and by how many were as long: the interval
     load_s: float = 0.0  # to fetch what is cached elsewhere than on the device
 
     def __post_init__(self) -> None:
@@ -60,11 +61,11 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     @property
     def low_s(self) -> float:
         """The lower end of the 90 % interval of the TTFT."""
-        return self.quantile_s(LOW)
+        return self.already_waited_s + self.shown.quantile_s(self.ttft_s - self.already_waited_s, LOW)
 
     @property
     def high_s(self) -> float:
-        return self.quantile_s(HIGH)
+        return self.already_waited_s + self.shown.quantile_s(self.ttft_s - self.already_waited_s, HIGH)
 
 
 def least_high_wait_s(
@@ -127,6 +128,7 @@ def forecast(
     prefill_s = cost.alone_s(cached_tokens, prompt_tokens, settings.most_in_a_step(prompt_tokens))
     wait_s = max(0.0, done_s - now_s - prefill_s)
     overhead_s = cost.overhead_s(prompt_tokens)
+    predicted_s = wait_s + prefill_s + load_s + overhead_s
     kind = Kind(waits=wait_s > _NO_WAIT_S, sure=exact_tokens and trusted and basis is Basis.CURVE)
     return Forecast(
         worker=worker,
@@ -137,10 +139,11 @@ def forecast(
         prefill_s=prefill_s,
         load_s=load_s,
         overhead_s=overhead_s,
-        ttft_s=already_waited_s + wait_s + prefill_s + load_s + overhead_s,
+        ttft_s=already_waited_s + predicted_s,
         basis=basis,
         tokens_ahead=tokens_ahead,
         exact_tokens=exact_tokens,
         kind=kind,
         spread=UNKNOWN if calibration is None else calibration.spread(kind),
+        shown=UNKNOWN if calibration is None else calibration.shown(kind, predicted_s),
     )

@@ -8,10 +8,14 @@ there are any at all a wide guess does.
 Errors of one congestion come late and together, so that quantiles of a window alone cover too little just then. So the
 share of misses on either side is watched too, and the tails are taken further out until it is right again. A request
 whose upper limit has passed without a first token is a miss at that moment, not when its token comes.
+
+Errors of short waits say nothing of a first long one, which may hang on things that no short one does (who ends when).
+So what is shown of a forecast widens to the guess while none or few of its size were graded.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import deque
@@ -35,6 +39,8 @@ _WINDOW, _POOL_WINDOW = 200, 600
 _POOLING = 20.0
 # Nobody's tail is known from fewer errors than this: the guess is mixed in for the rest.
 _GUESSED = 12
+# Forecasts up to this are of one size. Of longer ones those are that are at least so large a part of it.
+_ONE_SIZE_S, _ALIKE = 2.0, 0.5
 # A worker looks at its pool's errors again when so many are new, or where many are known, such a part of them. The
 # workers of a large pool do so one after the other: all at once would hold a decision up for tens of milliseconds.
 _FEW_NEW = 8
@@ -107,6 +113,13 @@ class Calibration:
             errors.spread = _pooled(errors, shared)
         return errors.spread
 
+    def shown(self, kind: Kind, predicted_s: float) -> Spread:
+        """As `spread`, for a forecast of this size: it counts as far as forecasts as long as it were graded.
+
+        No bound is judged by it: to refuse for a wait that is merely unknown is to refuse without cause.
+        """
+        return self._pool.errors(kind).widened(self.spread(kind), predicted_s)
+
     def grade(self, kind: Kind, promised: Spread, predicted_s: float, actual_s: float, overdue: bool = False) -> bool:
         """Takes in one graded forecast; True if the interval that it was `promised` held.
 
@@ -119,6 +132,7 @@ class Calibration:
             errors.moved(score < low, score > high)
         errors.add(score)
         shared.add(score)
+        shared.reached(predicted_s)
         held = low <= score <= high
         self.graded += 1
         self.covered += held
@@ -179,6 +193,7 @@ class _Errors:
         self._sorted: list[float] = []
         self.low_tail = self.high_tail = 1.0  # what of a tail's probability is left to it: less is further out
         self.count = 0
+        self.longest_s: list[float] = []  # a heap: the longest forecasts among them, so many as make a guess needless
         self.spread: Spread | None = None
         self.due = 0  # when the pool has so many, the spread is computed anew
 
@@ -197,6 +212,23 @@ class _Errors:
         insort(self._sorted, score)
         self.count += 1
         self.spread = None
+
+    def reached(self, predicted_s: float) -> None:
+        if len(self.longest_s) < _GUESSED:
+            heapq.heappush(self.longest_s, predicted_s)
+        else:
+            heapq.heappushpop(self.longest_s, predicted_s)
+
+    def widened(self, spread: Spread, predicted_s: float) -> Spread:
+        """The guess is mixed in as far as forecasts of such a size are missing."""
+        if predicted_s <= _ONE_SIZE_S:
+            return spread
+        missing = 1 - sum(other_s >= _ALIKE * predicted_s for other_s in self.longest_s) / _GUESSED
+        if not missing:
+            return spread
+        return Spread(
+            tuple(known + missing * (guess - known) for known, guess in zip(spread.scores, UNKNOWN.scores, strict=True))
+        )
 
     def moved(self, below: bool, above: bool) -> None:
         self.low_tail = _moved(self.low_tail, below, LOW)
@@ -217,7 +249,7 @@ class _Errors:
 
 def _remembered(kinds: Mapping[Kind, _Errors]) -> tuple[ErrorsMemory, ...]:
     return tuple(
-        ErrorsMemory(kind.waits, kind.sure, errors.in_order, errors.low_tail, errors.high_tail)
+        ErrorsMemory(kind.waits, kind.sure, errors.in_order, errors.low_tail, errors.high_tail, tuple(errors.longest_s))
         for kind, errors in kinds.items()
     )
 
@@ -228,6 +260,8 @@ def _recalled(memory: Iterable[ErrorsMemory], window: int) -> dict[Kind, _Errors
         errors = kinds[Kind(one.waits, one.sure)] = _Errors(window)
         for score in one.scores[-window:]:
             errors.add(score)
+        for predicted_s in one.longest_s:
+            errors.reached(predicted_s)
         errors.low_tail = min(_TAIL_MAX, max(_TAIL_MIN, one.low_tail))
         errors.high_tail = min(_TAIL_MAX, max(_TAIL_MIN, one.high_tail))
     return kinds

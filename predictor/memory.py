@@ -38,13 +38,15 @@ class CostMemory(msgspec.Struct, frozen=True):
 
 
 class ErrorsMemory(msgspec.Struct, frozen=True):
-    """What forecasts of one kind were off by, in units of scale, oldest first; and how far out the tails are taken."""
+    """What forecasts of one kind were off by, in units of scale, oldest first; how far out the tails are taken; and the
+    longest forecasts graded, which only a pool's memory tells, and older ones do not."""
 
     waits: bool
     sure: bool
     scores: tuple[float, ...]
     low_tail: float
     high_tail: float
+    longest_s: tuple[float, ...] = ()
 
 
 class WorkerMemory(msgspec.Struct, frozen=True):

@@ -112,6 +112,54 @@ def test_another_engine_begins_with_what_its_pool_has() -> None:
     assert calibration.spread(WAITS).quantile_s(1.0, 0.5) == pytest.approx(1.5)
 
 
+def exact_so_far(predicted_s: float, count: int, pool: PoolErrors | None = None) -> Calibration:
+    calibration = Calibration(pool or PoolErrors())
+    for _ in range(count):
+        calibration.grade(WAITS, calibration.spread(WAITS), predicted_s, predicted_s)
+    return calibration
+
+
+def test_short_waits_say_nothing_of_a_first_long_one_in_the_interval_that_is_shown() -> None:
+    calibration = exact_so_far(0.1, 100)
+    assert calibration.shown(WAITS, 0.2) == calibration.spread(WAITS)
+    assert calibration.shown(WAITS, 20.0) == UNKNOWN
+    known = exact_so_far(20.0, 12)
+    assert known.shown(WAITS, 20.0) == known.shown(WAITS, 0.2) == known.spread(WAITS)
+    assert known.shown(WAITS, 40.0) == known.spread(WAITS)
+    assert known.shown(WAITS, 41.0) == UNKNOWN
+
+
+def test_the_interval_narrows_as_forecasts_of_its_size_are_graded() -> None:
+    pool = PoolErrors()
+    exact_so_far(0.1, 100, pool)
+    widths_s = []
+    for graded in range(13):
+        spread = exact_so_far(30.0, 1 if graded else 0, pool).shown(WAITS, 20.0)
+        widths_s.append(spread.quantile_s(20.0, HIGH) - spread.quantile_s(20.0, LOW))
+    assert widths_s[0] > 20.0
+    assert all(later < earlier for earlier, later in pairwise(widths_s))
+    assert widths_s[-1] == 0.0
+
+
+def test_a_bound_is_not_judged_by_how_long_a_wait_nobody_has_seen_may_be() -> None:
+    calibration = exact_so_far(0.1, 100)
+    priced = Forecast(
+        "w", 10, 0, 0.0, 6.0, 2.0, 0.0, 8.0, Basis.CURVE, 0, True, WAITS,
+        calibration.spread(WAITS), calibration.shown(WAITS, 8.0),
+    )  # fmt: skip
+    assert priced.low_s < 4.0 < 15.0 < priced.high_s
+    assert priced.queue_wait_quantile_s(0.85) == pytest.approx(6.0)
+    assert priced.quantile_s(0.85) == pytest.approx(8.0)
+
+
+def test_how_long_the_forecasts_were_that_a_pool_has_graded_outlives_a_restart() -> None:
+    pool = PoolErrors()
+    exact_so_far(30.0, 12, pool)
+    again = PoolErrors()
+    again.recall(pool.memory())
+    assert Calibration(again).shown(WAITS, 30.0) == Calibration(pool).shown(WAITS, 30.0) != UNKNOWN
+
+
 @given(
     scores=st.lists(st.floats(-1e3, 1e3), max_size=80),
     overdue=st.integers(0, 30),
@@ -148,7 +196,7 @@ def test_what_is_no_probability_is_refused(probability: float) -> None:
 
 def test_a_forecast_tells_its_quantiles_and_lays_all_doubt_on_the_wait() -> None:
     spread = Spread((-2.0, -2.0, -2.0, -1.0, 0.0, 0.0, 0.0, 5.0, 10.0, 10.0, 10.0))
-    priced = Forecast("w", 10, 0, 1.0, 6.0, 2.0, 0.5, 9.5, Basis.CURVE, 0, True, WAITS, spread)
+    priced = Forecast("w", 10, 0, 1.0, 6.0, 2.0, 0.5, 9.5, Basis.CURVE, 0, True, WAITS, spread, spread)
     unit_s = scale_s(8.5)  # what was waited before is certain
     assert priced.quantile_s(0.9) == pytest.approx(9.5 + 5 * unit_s)
     assert priced.low_s == pytest.approx(9.5 - 2 * unit_s)
