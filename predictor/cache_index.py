@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from predictor.hash_table import HolderTable, Keys, NameTable, Slots, prime_below
 from predictor.kv_events import Bundle, Cleared, KvEvent, Named, Removed, Stored, Tier
+from predictor.prefixes_ahead import common_blocks
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily
 
 _MASK = (1 << 64) - 1
@@ -27,12 +28,16 @@ _MANY, _SEVERAL = 192, 12
 # What other tiers may hold where nobody says, in blocks of the device; and without any word at all, blocks.
 _HOST_SHARE, _STORAGE_SHARE, _DEFAULT_CAP = 8, 32, 1 << 22
 _PARKED_AT_MOST = 16_384  # orphan blocks a holder
-# A run whose parent was never told of is looked for in prompts of so many blocks. Where they do not have so many runs
-# one after the other, as where decodes go on whose beginning was lost, only one of so many is.
-_PROMPT_BLOCKS_LOOKED_AT, _STRANGE_LOOKED_UP = 100_000, 32
+# A run whose parent was never told of is looked for in prompts of so many blocks. A search leaves a debt that such runs
+# work off one by one: of so many if it was in vain, as where decodes go on whose beginning was lost, else of one for so
+# many blocks. Beyond the greatest debt nothing is looked for.
+_PROMPT_BLOCKS_LOOKED_AT, _IN_VAIN, _LOOKED_AT_FOR_ONE, _GREATEST_DEBT = 100_000, 32, 1024, 256
 # Of one view, parents that show what is before them, and blocks that are presumed where its capacity is not known. What
 # is presumed is spared when others are shed; half of a known capacity is left for what is told.
 _PRESUMED_PARENTS, _PRESUMED_BLOCKS = 64, 1 << 16
+_REMEMBERED = 4  # blocks for each that is presumed: several parents may show the same ones
+# So many blocks are presumed at once, and so many more for every block that is told of.
+_PRESUMED_AT_ONCE, _PRESUMED_PER_BLOCK = 4096, 16
 _RECENT = 1024  # blocks of small runs: of what is decoded, some are what the next go on from
 # Slots of the table of holders that are swept for every block that is taken in, and at least per event.
 _SWEPT_PER_BLOCK, _SWEPT_PER_EVENT = 64, 4096
@@ -83,6 +88,14 @@ class _Orphans:
 
 
 @dataclass(slots=True, eq=False)
+class _Presumed:
+    """What is before a block that somebody goes on from; of its leading blocks some are held already."""
+
+    blocks: BlockHashes
+    done: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _Holder:
     """What one tier of a worker, or a shared store, is known to hold."""
 
@@ -100,9 +113,12 @@ class _Holder:
     ratios: set[int] = field(default_factory=set)  # of chunks that are several of our blocks
     orphans: dict[int, list[_Orphans]] = field(default_factory=dict)  # by the unknown parent's hash
     orphan_at: dict[int, _Orphans] = field(default_factory=dict)  # engine hash -> the newest run with such a block
-    # Engine hash of a block that was never told of -> names of ours for the blocks before it. See `_presume`.
-    presumed: dict[int, Keys] = field(default_factory=dict)
-    strange: int = 0  # runs in a row whose parent nobody's prompt tells
+    # By the engine hash of a block that was never told of. See `_presume`.
+    presumed: dict[int, _Presumed] = field(default_factory=dict)
+    presumed_blocks: int = 0  # distinct ones
+    to_presume: list[_Presumed] = field(default_factory=list)  # those that are not done
+    may_presume: int = _PRESUMED_AT_ONCE  # blocks, by now
+    debt: int = 0  # runs whose parent is not known that are not looked for
     has_shed: bool = False  # blocks were let go of that the engine may have
     # What the names table says of some that came last, at hand: decoding goes on from one at every block.
     recent: dict[int | None, int] = field(default_factory=dict)
@@ -273,6 +289,7 @@ class CacheIndex:
         holder = self._holder_for(view, Tier.DEVICE)
         if bundle.removed:
             self._let_go(holder, bundle.removed)
+        self._go_on_presuming(holder, len(bundle.hashes))
         chained: list[int | None] = [*self._store_few(view, holder, bundle)]
         chained += [self._store(view, run) for run in bundle.runs(len(chained))]
         self._sweep_for(len(bundle.hashes) + len(bundle.removed))
@@ -361,6 +378,7 @@ class CacheIndex:
         else:
             parent = self._hasher.root if event.parent is None else self._resolve(view, event.parent, holder)
         digests = self._digests(event, ratio)
+        self._go_on_presuming(holder, len(event.hashes))
         if event.tier is Tier.DEVICE and self._is_missed(holder, event.parent, parent):
             parent = self._presume(view, holder, event, digests) or parent
         if parent is not None and len(event.hashes) < _MANY and ratio == 1:
@@ -553,7 +571,7 @@ class CacheIndex:
         if holder.presumed:
             for theirs in holder.presumed.keys() & set(hashes):
                 if not self._are_live(holder, np.array([theirs], np.uint64)).any():
-                    self._unpresume(holder, holder.presumed.pop(theirs))
+                    self._unpresume(holder, theirs)
 
     def _remove_few(self, holder: _Holder, hashes: Sequence[int]) -> None:
         """What `_remove_one` does, for each of them; none has a second copy."""
@@ -643,8 +661,7 @@ class CacheIndex:
         slots = holder.names.live_slots()
         holder.has_shed = True
         if holder.presumed:
-            in_use = np.concatenate([np.array(list(holder.presumed), np.uint64), *holder.presumed.values()])
-            slots = np.setdiff1d(slots, holder.names.find(in_use))
+            slots = np.setdiff1d(slots, self._presumed_slots(holder))
         if count < len(slots):
             slots = slots[np.argpartition(holder.names.born[slots], count)[:count]]
         if holder.more_copies:
@@ -668,60 +685,87 @@ class CacheIndex:
         again. But who goes on from it has found it, and all before it, cached. They are held from now on until the
         engine lets go of it: what is before a block is evicted after it.
         """
-        holder.strange += 1
-        if holder.strange > _STRANGE_LOOKED_UP and holder.strange % _STRANGE_LOOKED_UP:
+        holder.debt = max(0, holder.debt - 1)
+        if holder.debt > _GREATEST_DEBT - _IN_VAIN:
             return None
         theirs = event.parent
         extras = None if digests is None else np.array(digests, np.uint64)
         contents = self._hasher.contents(event.tokens, self.family.block_size, extras, event.ahead)
-        before = self._hasher.place(contents, _blocks_at_most(view.prompts(), _PROMPT_BLOCKS_LOOKED_AT))
+        prompts = _blocks_at_most(view.prompts(), _PROMPT_BLOCKS_LOOKED_AT)
+        before = self._hasher.place(contents, prompts)
         if before is None or theirs is None:
+            holder.debt += _IN_VAIN
             return None
-        holder.strange = 0
+        holder.debt += min(_IN_VAIN, 1 + sum(map(len, prompts)) // _LOOKED_AT_FOR_ONE)
         if theirs in holder.presumed:
-            self._unpresume(holder, holder.presumed.pop(theirs))
-        most = holder.most_presumed
-        holder.presumed[theirs] = self._hold_presumed(holder, before[:-1][:most])
-        self._presume_at_most(holder, most)
+            self._unpresume(holder, theirs)
+        shown = _Presumed(before[:-1][: holder.most_presumed].copy())
+        holder.presumed_blocks += len(shown.blocks) - self._shared(holder, shown)
+        holder.presumed[theirs] = shown
+        self._presume_at_most(holder, holder.most_presumed)
+        holder.to_presume.append(shown)
+        self._go_on_presuming(holder, 0)
         self._hold_one(holder, theirs, int(before[-1]))
         self.adopted += len(before)
         return int(before[-1])
 
-    def _hold_presumed(self, holder: _Holder, ours: BlockHashes) -> Keys:
-        """Holds blocks whose names are not known under names of ours, which are returned: those that nobody has told
-        of. Several may presume the same one; it is counted as a copy."""
-        names = ours ^ np.uint64(self._prime)
+    def _go_on_presuming(self, holder: _Holder, told: int) -> None:
+        """Holds what is presumed and not held yet, the beginnings first: some now, some when more is told."""
+        holder.may_presume = min(_PRESUMED_AT_ONCE, holder.may_presume + _PRESUMED_PER_BLOCK * told)
+        while holder.to_presume and holder.may_presume:
+            shown = holder.to_presume[0]
+            piece = shown.blocks[shown.done : shown.done + holder.may_presume]
+            self._hold_presumed(holder, piece)
+            shown.done += len(piece)
+            holder.may_presume -= len(piece)
+            if shown.done == len(shown.blocks):
+                holder.to_presume.pop(0)
+
+    def _hold_presumed(self, holder: _Holder, ours: BlockHashes) -> None:
+        """Holds blocks whose names are not known under names of ours: those that nobody has told of."""
         found = self._holders.find(ours)
-        is_held = found >= 0
-        bits = self._holders.columns[holder.bit >> 6][found[is_held]] & np.uint64(1 << (holder.bit & 63))
-        is_held[is_held] = bits != 0
-        again = names[is_held][self._are_live(holder, names[is_held])]
-        for name in again.tolist():
-            holder.more_copies[name] = holder.more_copies.get(name, 0) + 1
-        if not is_held.all():
-            self._hold(holder, names[~is_held].tolist(), ours[~is_held], 1)
-        return np.concatenate([names[~is_held], again])
+        absent = found < 0
+        there = found[~absent]
+        bits = self._holders.columns[holder.bit >> 6][there] & np.uint64(1 << (holder.bit & 63))
+        absent[~absent] = bits == 0
+        new = ours[absent]
+        if len(new):
+            self._hold(holder, self._names_of_ours(new).tolist(), new, 1)
+
+    def _names_of_ours(self, ours: BlockHashes) -> Keys:
+        return ours ^ np.uint64(self._prime)
 
     def _presume_at_most(self, holder: _Holder, blocks: int) -> None:
         """Gives up what was presumed for the parents from which nobody has gone on for longest."""
-        presumed = holder.presumed
-        left = sum(map(len, presumed.values()))
-        while len(presumed) > _PRESUMED_PARENTS or left > blocks:
-            names = presumed.pop(next(iter(presumed)))
-            left -= len(names)
-            self._unpresume(holder, names)
+        remembered = sum(len(shown.blocks) for shown in holder.presumed.values())
+        while (
+            len(holder.presumed) > _PRESUMED_PARENTS
+            or holder.presumed_blocks > blocks
+            or remembered > _REMEMBERED * blocks
+        ):
+            remembered -= self._unpresume(holder, next(iter(holder.presumed)))
 
-    def _unpresume(self, holder: _Holder, names: Keys) -> None:
-        if holder.more_copies:
-            alone = []
-            for place, name in enumerate(names.tolist()):
-                copies = holder.more_copies.pop(name, 0)
-                if copies > 1:
-                    holder.more_copies[name] = copies - 1
-                if not copies:
-                    alone.append(place)
-            names = names[alone]
+    def _unpresume(self, holder: _Holder, theirs: int) -> int:
+        """Lets go of what nobody else shows; how many blocks were remembered."""
+        shown = holder.presumed.pop(theirs)
+        if shown in holder.to_presume:
+            holder.to_presume.remove(shown)
+        alone = shown.blocks[self._shared(holder, shown) :]
+        holder.presumed_blocks -= len(alone)
+        names = self._names_of_ours(alone)
         self._drop(holder, holder.names.find(names[self._are_live(holder, names)]))
+        return len(shown.blocks)
+
+    @staticmethod
+    def _shared(holder: _Holder, shown: _Presumed) -> int:
+        """Of its leading blocks those that another parent shows too."""
+        others = (other.blocks for other in holder.presumed.values() if other is not shown)
+        return max((common_blocks(shown.blocks, other) for other in others), default=0)
+
+    def _presumed_slots(self, holder: _Holder) -> Slots:
+        """Of parents that show what is before them, and of that; -1 for some."""
+        before = [self._names_of_ours(shown.blocks[: shown.done]) for shown in holder.presumed.values()]
+        return holder.names.find(np.concatenate([np.array(list(holder.presumed), np.uint64), *before]))
 
     @staticmethod
     def _are_live(holder: _Holder, names: Keys) -> npt.NDArray[np.bool_]:

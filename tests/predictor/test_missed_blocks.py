@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from predictor import cache_index
 from predictor.cache_index import CacheIndex, TierCaps
 from predictor.kv_events import Removed, Stored, Tier
 from predictor.prompt import BlockHasher, BlockHashes, HashFamily, Namespace, as_tokens
@@ -138,13 +139,114 @@ def test_a_worker_has_no_more_than_half_of_its_cache_presumed_whatever_its_event
         assert view.run(*blocks) >= min(prompt, 50)
 
 
-def test_a_prompt_of_twenty_thousand_blocks_is_presumed_in_milliseconds_and_given_up_as_quickly() -> None:
+paths = st.lists(st.sampled_from([10, 20]), min_size=0, max_size=6)
+
+
+@given(
+    shown=st.lists(st.tuples(paths, st.integers(0, 2)), max_size=8),
+    gone=st.lists(st.integers(0, 7), max_size=8, unique=True),
+)
+@settings(max_examples=200, deadline=None)
+def test_whoever_shows_what_others_show_too_and_goes_first_what_is_left_shows_is_there(
+    shown: list[tuple[list[int], int]], gone: list[int]
+) -> None:
+    view = View()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_index, "_PRESUMED_AT_ONCE", 3)
+        patch.setattr(cache_index, "_PRESUMED_PER_BLOCK", 3)
+        here: dict[int, list[int]] = {}
+        for number, (path, goes) in enumerate(shown):
+            block = 1000 * (number + 1)
+            view.prompts = [hashes([*path, block, block + 2])]
+            if path:
+                view.takes(stored([2 * number + 1], [block + 2], parent=2 * number + 2))
+                here[number] = [*path, block, block + 2]
+            for leaver in gone[:goes]:
+                if here.pop(leaver, None):
+                    view.takes(removed(2 * leaver + 1, 2 * leaver + 2))
+        for told in range(20):
+            view.takes(stored([10_000 + told], [50_000 + 2 * told], parent=None))
+    prefixes = {tuple(blocks[:end]) for blocks in here.values() for end in range(1, len(blocks) + 1)}
+    assert len(view.index) == len(prefixes) + 20
+    assert all(view.run(*blocks) == len(blocks) for blocks in here.values())
+
+
+def test_what_is_before_a_block_is_presumed_from_its_beginning_on_as_more_is_told() -> None:
     view = View()
     blocks = list(range(10, 400_010, 20))
     view.prompts.append(hashes(blocks))
     view.takes(stored([7], blocks[-1:], parent=6))
-    assert view.run(*blocks) == len(blocks)
+    runs = [view.run(*blocks)]
+    for number in range(110):
+        start = 1_000_000 + 1000 * number
+        names = list(range(10_000 + 10 * number, 10_010 + 10 * number))
+        view.takes(stored(names, list(range(start, start + 20, 2)), parent=None))
+        runs.append(view.run(*blocks))
+    assert 0 < runs[0] < runs[10] < runs[50] < runs[-1] == len(blocks)
     view.takes(removed(7, 6))
+    assert view.index.blocks("w") == 1100
+
+
+def test_what_is_not_presumed_yet_when_the_engine_lets_go_of_the_block_never_is() -> None:
+    view = View()
+    blocks = list(range(10, 400_010, 20))
+    view.prompts.append(hashes(blocks))
+    view.takes(stored([7], blocks[-1:], parent=6))
+    view.takes(removed(7, 6))
+    view.takes(stored(list(range(10_000, 11_000)), list(range(1_000_000, 1_002_000, 2)), parent=None))
+    assert (view.index.blocks("w"), view.run(*blocks)) == (1000, 0)
+
+
+class Work:
+    """Blocks that are searched through, and blocks that are presumed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.searched = self.presumed = 0
+        place, hold = BlockHasher.place, CacheIndex._hold_presumed
+
+        def counted_place(hasher: BlockHasher, contents: BlockHashes, prompts: list[BlockHashes]) -> BlockHashes | None:
+            self.searched += sum(map(len, prompts))
+            return place(hasher, contents, prompts)
+
+        def counted_hold(index: CacheIndex, holder: cache_index._Holder, ours: BlockHashes) -> None:
+            self.presumed += len(ours)
+            hold(index, holder, ours)
+
+        patch.setattr(BlockHasher, "place", counted_place)
+        patch.setattr(CacheIndex, "_hold_presumed", counted_hold)
+
+
+@pytest.mark.parametrize("kind", ["in one prompt", "in a new prompt every time", "nowhere"])
+@pytest.mark.parametrize("prompt", [200, 5000, 50_000])
+def test_whoever_goes_on_from_blocks_that_were_never_told_of_costs_little_again_and_again(
+    kind: str, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, view = Work(monkeypatch), View()
+    most = 0
+    for number in range(600):
+        if not number or (kind == "in a new prompt every time" and number < 100):
+            shift = 100_000 * number
+            view.prompts = [hashes(range(shift + 10, shift + 10 + 2 * prompt, 2))]
+        block = 99_000_000 if kind == "nowhere" else shift + 10 + 2 * (prompt - 1 - number % 100)
+        work.presumed = 0
+        view.takes(stored([2 * number + 1], [block], parent=2 * number + 2))
+        most = max(most, work.presumed)
+    assert most <= 4096
+    # For each run a thousand blocks, or a 32nd of what is looked at, and what may be looked at ahead of runs to come.
+    assert work.searched <= (600 + 256) * min(prompt, max(1024, prompt // 32 + 1))
+
+
+def test_parents_that_show_the_same_long_prompt_do_not_cost_each_other_what_they_show() -> None:
+    view = View()
+    blocks = list(range(10, 60_010, 20))
+    for number in range(60):
+        block = 1_000_000 + 10 * number
+        view.prompts = [hashes([*blocks, block, block + 2])]
+        view.takes(stored([2 * number + 1], [block + 2], parent=2 * number + 2))
+    assert view.index.blocks("w") == 3000 + 2 * 60
+    for number in range(60):
+        assert view.run(*blocks) == 3000
+        view.takes(removed(2 * number + 1, 2 * number + 2))
     assert view.index.blocks("w") == 0
 
 
