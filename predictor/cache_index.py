@@ -27,7 +27,8 @@ _NEVER = (1 << 32) - 1  # `born` counts up to here before it is renumbered
 _MANY, _SEVERAL = 192, 12
 # What other tiers may hold where nobody says, in blocks of the device; and without any word at all, blocks.
 _HOST_SHARE, _STORAGE_SHARE, _DEFAULT_CAP = 8, 32, 1 << 22
-_PARKED_AT_MOST = 16_384  # orphan blocks a holder
+# Orphan blocks a holder, with those that were removed in the meantime; and runs that have a block of one name.
+_PARKED_AT_MOST, _PARKED_ALIKE = 16_384, 64
 # A run whose parent was never told of is looked for in prompts of so many blocks. A search leaves a debt that such runs
 # work off one by one: of so many if it was in vain, as where decodes go on whose beginning was lost, else of one for so
 # many blocks. Beyond the greatest debt nothing is looked for.
@@ -80,11 +81,11 @@ class TierCaps:
 class _Orphans:
     """A run of blocks whose parent is not known yet: no more than their contents can be told."""
 
+    parent: int
     hashes: tuple[int, ...]
     contents: BlockHashes
     ratio: int
     gone: set[int] = field(default_factory=set)  # removed in the meantime
-    older: dict[int, _Orphans] = field(default_factory=dict)  # other runs with a block of the same name
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +113,8 @@ class _Holder:
     more_names: dict[int, int] = field(default_factory=dict)  # our hash -> engine hashes beyond the first
     ratios: set[int] = field(default_factory=set)  # of chunks that are several of our blocks
     orphans: dict[int, list[_Orphans]] = field(default_factory=dict)  # by the unknown parent's hash
-    orphan_at: dict[int, _Orphans] = field(default_factory=dict)  # engine hash -> the newest run with such a block
+    orphan_at: dict[int, list[_Orphans]] = field(default_factory=dict)  # engine hash -> runs with it, the newest last
+    parked: int = 0  # blocks of all runs
     # By the engine hash of a block that was never told of. See `_presume`.
     presumed: dict[int, _Presumed] = field(default_factory=dict)
     presumed_blocks: int = 0  # distinct ones
@@ -394,7 +396,7 @@ class CacheIndex:
             contents = self._hasher.contents(event.tokens, size, extras, event.ahead)
             if parent is None:
                 assert event.parent is not None, "a prompt's first block has the root for a parent"
-                self._park(holder, event.parent, _Orphans(event.hashes, contents, ratio))
+                self._park(holder, _Orphans(event.parent, event.hashes, contents, ratio))
                 return None
             linked = self._hasher.link(parent, contents)
             self._hold(holder, event.hashes, linked, ratio)
@@ -615,10 +617,10 @@ class CacheIndex:
         self._release_one(holder, holder.names.views[0][at])
 
     def _remove_unheld(self, holder: _Holder, theirs: int) -> None:
-        run = holder.orphan_at.get(theirs)
-        if run is not None:
-            run.gone.add(theirs)
-            self._forget_orphan(holder, run, theirs)
+        runs = holder.orphan_at.get(theirs)
+        if runs is not None:
+            runs[-1].gone.add(theirs)
+            self._forget_orphan(holder, runs[-1], theirs)
         elif not holder.shared:  # a shared store's removal is told by everybody who reads it
             self.skipped["unknown_removal"] += 1
 
@@ -776,43 +778,45 @@ class CacheIndex:
 
     # Orphans
 
-    def _park(self, holder: _Holder, parent: int, run: _Orphans) -> None:
+    def _park(self, holder: _Holder, run: _Orphans) -> None:
         self.skipped["unknown_parent"] += 1
         self._parked = True
         if len(run.hashes) > _PARKED_AT_MOST:
             self.skipped["orphans_dropped"] += len(run.hashes)
             return
         for theirs in run.hashes:
-            older = holder.orphan_at.get(theirs)
-            if older is not None and older is not run:
-                run.older[theirs] = older
-            holder.orphan_at[theirs] = run
-        holder.orphans.setdefault(parent, []).append(run)
-        while len(holder.orphan_at) > _PARKED_AT_MOST:
-            dropped = holder.orphans.pop(next(iter(holder.orphans)))
-            self.skipped["orphans_dropped"] += sum(self._unpark(holder, one) for one in dropped)
+            alike = holder.orphan_at.setdefault(theirs, [])
+            if not alike or alike[-1] is not run:
+                alike.append(run)
+        holder.orphans.setdefault(run.parent, []).append(run)
+        holder.parked += len(run.hashes)
+        for theirs in run.hashes:
+            if len(holder.orphan_at.get(theirs, ())) > _PARKED_ALIKE:
+                self._drop_orphans(holder, holder.orphan_at[theirs][0])
+        while holder.parked > _PARKED_AT_MOST:
+            self._drop_orphans(holder, next(iter(holder.orphans.values()))[0])
+
+    def _drop_orphans(self, holder: _Holder, run: _Orphans) -> None:
+        beside = holder.orphans[run.parent]
+        beside.remove(run)
+        if not beside:
+            del holder.orphans[run.parent]
+        self.skipped["orphans_dropped"] += self._unpark(holder, run)
 
     def _unpark(self, holder: _Holder, run: _Orphans) -> int:
-        left = [theirs for theirs in run.hashes if theirs not in run.gone]
+        """How many of its blocks were waiting until now."""
+        holder.parked -= len(run.hashes)
+        left = set(run.hashes) - run.gone
         for theirs in left:
             self._forget_orphan(holder, run, theirs)
         return len(left)
 
-    def _forget_orphan(self, holder: _Holder, run: _Orphans, theirs: int) -> None:
-        newest = holder.orphan_at.get(theirs)
-        if newest is run:
-            if theirs in run.older:
-                holder.orphan_at[theirs] = run.older.pop(theirs)
-            else:
-                del holder.orphan_at[theirs]
-            return
-        while newest is not None and newest.older.get(theirs) is not run:
-            newest = newest.older.get(theirs)
-        if newest is not None:
-            if theirs in run.older:
-                newest.older[theirs] = run.older.pop(theirs)
-            else:
-                del newest.older[theirs]
+    @staticmethod
+    def _forget_orphan(holder: _Holder, run: _Orphans, theirs: int) -> None:
+        alike = holder.orphan_at[theirs]
+        alike.remove(run)
+        if not alike:
+            del holder.orphan_at[theirs]
 
     def _adopt(self, view: _View, hashes: Sequence[int]) -> None:
         """Blocks that waited for one of these get their place, and so may others behind them."""

@@ -498,6 +498,66 @@ def test_orphans_are_bounded_and_the_longest_parked_go_first() -> None:
     assert index.orphans("a") == 0
 
 
+def kept_runs(index: CacheIndex, tier: Tier = Tier.DEVICE) -> list[cache_index._Orphans]:
+    """Those that wait for their parent, with all that is kept for the sake of their places."""
+    holder = index._views["w"].own[tier]
+    runs = [run for beside in holder.orphans.values() for run in beside]
+    assert holder.parked == sum(len(run.hashes) for run in runs) <= 16_384
+    assert {run for alike in holder.orphan_at.values() for run in alike} <= set(runs)
+    return runs
+
+
+def test_of_blocks_by_one_name_under_many_unknown_parents_only_the_newest_wait() -> None:
+    index = index_of("w")
+    for parent in range(10, 400):
+        index.apply("w", store([1, 2], [5, 5, 6, 6], parent))
+        index.apply("w", store([2], [7, 7], 1000 + parent))
+    assert len(kept_runs(index)) <= 2 * 64
+    assert index.orphans("w") == 2
+    assert index.skipped["orphans_dropped"] == 2 * 390 + 390 - sum(len(run.hashes) for run in kept_runs(index))
+    index.apply("w", store([399], [1, 2]))
+    assert index.runs(prompt(1, 2, 5, 5, 6, 6)) == {"w": 3}
+    for _ in range(400):
+        index.apply("w", removal(1, 2))
+    assert index.orphans("w") == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 500])
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_orphans_that_are_removed_again_and_again_do_not_pile_up(blocks: int, tier: Tier) -> None:
+    index = index_of("w")
+    for number in range(60_000 // blocks):
+        names = [10 + 1000 * (number % 7) + at for at in range(blocks)]
+        index.apply("w", store(names, [5] * 2 * blocks, 100_000 + number, tier=tier))
+        index.apply("w", removal(*names, tier=tier))
+        if number % 500 == 0:
+            kept_runs(index, tier)
+    assert index.orphans("w") == 0
+    assert len(kept_runs(index, tier)) <= 16_384 // blocks
+    assert +index.skipped == {"unknown_parent": 60_000 // blocks}
+
+
+@given(
+    events=st.lists(
+        st.tuples(st.integers(0, 30), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.booleans()), max_size=60
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_whatever_waits_and_goes_what_is_kept_is_what_is_counted(events: list[tuple[int, list[int], bool]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_index, "_PARKED_AT_MOST", 12)
+        patch.setattr(cache_index, "_PARKED_ALIKE", 2)
+        index = index_of("w")
+        index.apply("w", store([500], [1, 1]))
+        for parent, names, is_removed in events:
+            event = removal(*names) if is_removed else store(names, [5] * 2 * len(names), 100 + parent)
+            index.apply("w", event)
+            runs = kept_runs(index)
+            assert sum(len(run.hashes) for run in runs) <= 12
+            assert max((sum(name in run.hashes and name not in run.gone for run in runs) for name in names)) <= 2
+            assert index.orphans("w") == len({name for run in runs for name in run.hashes if name not in run.gone})
+
+
 def test_tiers_follow_one_another_and_a_hole_in_all_of_them_ends_the_run() -> None:
     index = index_of("a", "b")
     tokens = list(range(16))
