@@ -658,19 +658,24 @@ class CacheIndex:
         """Drops the longest-known blocks beyond a cap: removals were lost, or are never told."""
         if holder.capacity is None or holder.held <= holder.capacity:
             return
+        self._presume_at_most(holder, holder.most_presumed)  # the capacity may be another one
+        if holder.held <= holder.capacity:
+            return
         # Some more than need be, or a full store that tells no removals would be searched at every event.
         count = min(holder.held, holder.held - holder.capacity + holder.capacity // 32)
         slots = holder.names.live_slots()
         holder.has_shed = True
         if holder.presumed:
-            slots = np.setdiff1d(slots, self._presumed_slots(holder))
+            spared = np.zeros(holder.names.slots + 1, np.bool_)  # the last one is for names without a slot
+            spared[self._presumed_slots(holder)] = True
+            slots = slots[~spared[slots]]
         if count < len(slots):
             slots = slots[np.argpartition(holder.names.born[slots], count)[:count]]
         if holder.more_copies:
             for theirs in holder.names.keys_at(slots):
                 holder.more_copies.pop(theirs, None)
         self._drop(holder, slots)
-        self.skipped["over_capacity"] += count
+        self.skipped["over_capacity"] += len(slots)
 
     # Blocks that were never told of
 

@@ -47,6 +47,10 @@ class View:
     def run(self, *blocks: int) -> int:
         return self.index.match(hashes(blocks))["w"].device
 
+    def holds(self, *blocks: int) -> bool:
+        """The last of these, whatever of those before it."""
+        return self.index.match(hashes(blocks)[-1:])["w"].device == 1
+
 
 def test_who_goes_on_from_a_block_that_was_never_told_of_shows_that_the_engine_has_all_before_it() -> None:
     view = View()
@@ -137,6 +141,36 @@ def test_a_worker_has_no_more_than_half_of_its_cache_presumed_whatever_its_event
         view.takes(stored([2 * number + 1], blocks[-1:], parent=2 * number + 2))
         assert view.index.blocks("w") <= 50 + 2 * (number + 1)
         assert view.run(*blocks) >= min(prompt, 50)
+
+
+@pytest.mark.parametrize("capacity", [4, 8, 64])
+@pytest.mark.parametrize("parents", [1, 10])
+def test_blocks_count_as_beyond_the_capacity_if_they_are_let_go_of_and_only_then(capacity: int, parents: int) -> None:
+    view = View(capacity)
+    told = []
+    for number in range(parents):
+        view.prompts = [hashes([10, 20, 30, 40 + 10 * number, 500 + 10 * number])]
+        view.takes(stored([2 * number + 1], [500 + 10 * number], parent=2 * number + 2))
+        told += [[10, 20, 30, 40 + 10 * number], [10, 20, 30, 40 + 10 * number, 500 + 10 * number]]
+    for number in range(100):
+        view.takes(stored([1000 + number], [5000 + 10 * number], parent=None))
+        told.append([5000 + 10 * number])
+        left = sum(view.holds(*blocks) for blocks in told)
+        assert view.index.skipped["over_capacity"] == len(told) - left
+    view.index.set_capacity("w", 2)
+    left = sum(view.holds(*blocks) for blocks in told)
+    assert view.index.skipped["over_capacity"] == len(told) - left
+
+
+def test_of_a_cache_that_has_become_smaller_no_more_than_half_is_presumed() -> None:
+    view = View(capacity=400)
+    for number in range(10):
+        blocks = [10_000 * (number + 1) + 2 * place for place in range(20)]
+        view.prompts = [hashes(blocks)]
+        view.takes(stored([2 * number + 1], blocks[-1:], parent=2 * number + 2))
+    assert view.index.blocks("w") == 10 * 20
+    view.index.set_capacity("w", 100)
+    assert view.index.blocks("w") <= 100
 
 
 paths = st.lists(st.sampled_from([10, 20]), min_size=0, max_size=6)
