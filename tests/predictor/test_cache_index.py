@@ -554,7 +554,7 @@ def test_whatever_waits_and_goes_what_is_kept_is_what_is_counted(events: list[tu
             index.apply("w", event)
             runs = kept_runs(index)
             assert sum(len(run.hashes) for run in runs) <= 12
-            assert max((sum(name in run.hashes and name not in run.gone for run in runs) for name in names)) <= 2
+            assert max(sum(name in run.hashes and name not in run.gone for run in runs) for name in names) <= 2
             assert index.orphans("w") == len({name for run in runs for name in run.hashes if name not in run.gone})
 
 
