@@ -43,7 +43,8 @@ _EXIT_INTERRUPTED = 130
 _LISTENER, _ENVOY_ADMIN, _FILTER = 8080, 9901, 9002
 # Below the ports that the kernel lends to outgoing connections (from 32,768): one that is free now stays free.
 _PORTS = range(20_000, 32_000)
-_ports_in_turn = itertools.cycle(random.sample(_PORTS, k=len(_PORTS)))
+# Of a generator of its own: two processes whose `random` was given the same seed would take the same ones.
+_ports_in_turn = itertools.cycle(random.Random().sample(_PORTS, k=len(_PORTS)))
 
 
 class StackFault(OSError):
@@ -249,7 +250,7 @@ class Stack:
         config: dict[str, Any] = {
             "listen": {"grpc": f"127.0.0.1:{self.grpc_port}", "admin": f"127.0.0.1:{self.admin_port}"},
             "gateway": {"max_message_timeout_s": 5.0},  # as envoy.yaml has it
-            "shutdown": {"notice_s": 1.5, "grace_s": 5.0},
+            "shutdown": {"notice_s": 0.0, "grace_s": 5.0},  # Envoy is ended before: nobody is there to hear it
             "pools": [{**pool, **self.pool}],
         }
         return {**config, **self.overrides}

@@ -306,9 +306,11 @@ async def read(response: aiohttp.ClientResponse) -> Answer:
 async def until(reached: Callable[[], Awaitable[object]], timeout_s: float, what: str) -> None:
     """Asks again and again; AssertionError if it takes longer than `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
+    pause_s = 0.005
     while not await reached():
         assert time.monotonic() < deadline_s, f"no {what} in {timeout_s:g} s"
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
 
 
 class RawClient:

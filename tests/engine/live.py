@@ -192,6 +192,7 @@ async def live(
     overrides = {
         "pools": [{"name": MODEL, "tokenizer": str(MODEL_FOLDER), "learning": {"share": 0.34}, "workers": workers}],
         "probe": {"interval_s": 0.5},
+        "shutdown": {"notice_s": 1.5, "grace_s": 5.0},  # Envoy outlives filters here
     }
     ports = [engine.port for engine in engines.values()]
     stack = Stack(folder, (), overrides, change_envoy=lambda envoy: send_to(envoy, *ports))
