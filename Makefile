@@ -16,8 +16,9 @@ BIN := .venv/bin
 run: .venv/.installed-stack
 	@$(BIN)/headway stack --scene $(if $(ONCE),--once,) $(if $(RECORD),--record "$(RECORD)",)
 
+# All of them, in two parts; with ARGS what pytest makes of these.
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),sh scripts/tests.sh)
 
 check: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -38,7 +39,7 @@ fleet: .venv/.installed-bench
 test-engine: .venv/.installed-dev
 	sh tests/engine/setup.sh
 	sh tests/engine/setup-sglang.sh
-	$(BIN)/python -m pytest tests/engine --run-engine $(ARGS)
+	sh scripts/tests.sh tests/engine --run-engine $(ARGS)
 
 # LiteLLM as a client, in a venv of its own outside the checkout (about 200 MB).
 test-clients: .venv/.installed-dev

@@ -1,8 +1,9 @@
-"""Which tests belong to a run, and which may be run a second time in it.
+"""Which tests belong to a run, which may be run a second time in it, and which have the machine to themselves.
 
 `--run-engine`, `--run-clients`: whether tests with these markers, which need what is installed apart, are among them.
 Tests of whole processes (a real Envoy, engines) share their machine with whatever else runs there, and have a second go
-if they fail; the summary lists who needed one. All others have one.
+if they fail; the summary lists who needed one. All others have one. `make test` runs what is marked `alone` after all
+else, and one after the other: all end-to-end tests are, and who measures time says so itself.
 """
 
 from pathlib import Path
@@ -34,8 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in _WHOLE_PROCESSES:
+        folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
+        if folder in _WHOLE_PROCESSES:
             item.add_marker(pytest.mark.flaky(reruns=1))
+        if folder == "e2e":
+            item.add_marker(pytest.mark.alone)
     left_out = [marker for marker in _APART if not config.getoption(f"--run-{marker}")]
     left_out += ["whole"] if config.getoption("--reduced") else []
     apart = {item for item in items if any(item.get_closest_marker(marker) for marker in left_out)}

@@ -7,6 +7,7 @@ python -m tests.engine.forecast_truth [--recordings FOLDER] [WORKLOAD ...]
 from __future__ import annotations
 
 import argparse
+import fcntl
 import heapq
 import json
 import statistics
@@ -92,20 +93,23 @@ class Accuracy:
 
 
 def record(name: str, folder: Path, count: int | None = None) -> Recording:
-    """Runs a workload through its engine, or reads what an earlier run wrote."""
+    """Runs a workload through its engine, or reads what an earlier run wrote, or another process just now."""
     work = workloads.workload(name, count)
     asked: dict[str, Any] = {"name": name, "count": count}
     stem = "".join(char if char.isalnum() else "_" for char in name)
     if count is not None or name not in workloads.NAMES:
         stem += f"_{zlib.crc32(json.dumps(asked, sort_keys=True).encode()):08x}"
     path = folder / f"{stem}.msgpack"
-    if not path.exists():
-        home = HOMES[work.engine]()
-        script = Path(__file__).parent / f"{work.engine}-side" / "virtual_engine.py"
-        command: list[str | Path] = [home / "venv" / "bin" / "python", "-W", "ignore", script]
-        if work.engine == "vllm":
-            command.append(home / "model")
-        subprocess.run([*command, path, json.dumps(asked)], check=True, timeout=900)
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            home = HOMES[work.engine]()
+            script = Path(__file__).parent / f"{work.engine}-side" / "virtual_engine.py"
+            command: list[str | Path] = [home / "venv" / "bin" / "python", "-W", "ignore", script]
+            if work.engine == "vllm":
+                command.append(home / "model")
+            subprocess.run([*command, path, json.dumps(asked)], check=True, timeout=900)
     raw = msgspec.msgpack.decode(path.read_bytes())
     steps = [
         (start, end, [tuple(chunk) for chunk in chunks], decoding) for start, end, chunks, decoding in raw["steps"]

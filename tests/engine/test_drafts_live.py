@@ -8,7 +8,7 @@ from extproc.engine_pages import read_vllm_metrics
 from predictor.drafts import Drafts
 from tests.engine.harness import MODEL, EngineSettings, RealEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 _ANSWERS, _TOKENS = 3, 200
 # Words that go on as they began: what was drafted by looking them up is right, sooner or later.

@@ -14,11 +14,6 @@ from tests.engine.forecast_truth import Accuracy, Observer, Outcome, counted, co
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="session")
-def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recordings")
-
-
 def told(name: str, watcher: Observer, outcomes: list[Outcome]) -> tuple[Accuracy, Accuracy]:
     rest = counted(outcomes)
     naive = Accuracy.of([(o.naive_s, o.actual_s) for o in rest])

@@ -12,7 +12,7 @@ from enginesim.words import text, vocabulary
 from tests.engine.harness import EngineSettings, RealEngine, StepCost
 from tests.engine.mirror import CHAT, COMPLETIONS, Exchange, Mirror, Witness, held_blocks, replay
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(600)]
 
 BLOCK = 32
 # 160 blocks for tokens: three long prompts push each other out.

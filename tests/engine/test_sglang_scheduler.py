@@ -15,23 +15,18 @@ EXACT_S = 1e-9
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recordings")
+def alone(recordings: Path) -> Recording:
+    return record("sglang alone, no overlap", recordings)
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Recording:
-    return record("sglang alone, no overlap", folder)
+def giants(recordings: Path) -> Recording:
+    return record("sglang giants", recordings, 60)
 
 
 @pytest.fixture(scope="module")
-def giants(folder: Path) -> Recording:
-    return record("sglang giants", folder, 60)
-
-
-@pytest.fixture(scope="module")
-def decodes(folder: Path) -> Recording:
-    return record("sglang decodes", folder, 230)
+def decodes(recordings: Path) -> Recording:
+    return record("sglang decodes", recordings, 230)
 
 
 def times(recording: Recording, kind: str) -> dict[int, float]:
@@ -92,10 +87,10 @@ def test_without_overlap_a_chunk_is_told_of_when_the_next_one_ends(alone: Record
     assert chunked > 20
 
 
-def test_the_same_workload_gives_the_same_bytes(giants: Recording, folder: Path, tmp_path: Path) -> None:
+def test_the_same_workload_gives_the_same_bytes(giants: Recording, recordings: Path, tmp_path: Path) -> None:
     record("sglang giants", tmp_path, 60)
-    (again,) = tmp_path.iterdir()
-    assert again.read_bytes() == (folder / again.name).read_bytes()
+    (again,) = tmp_path.glob("*.msgpack")
+    assert again.read_bytes() == (recordings / again.name).read_bytes()
 
 
 def test_who_comes_behind_a_giant_waits_for_its_last_chunk(giants: Recording) -> None:

@@ -16,7 +16,7 @@ from tests.engine.harness import MODEL, TOPIC, RealEngine, http_request
 from tests.engine.mirror import CHAT, COMPLETIONS, Witness, replay
 from tests.engine.test_tokens import CONVERSATIONS, HELLO, TOOLS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(600)]
 
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? \S+$")
 _LABEL = re.compile(r'(\w+)="')

@@ -16,7 +16,7 @@ from tests.engine.harness import EngineSettings, RealEngine
 from tests.engine.mirror import COMPLETIONS, Exchange, Mirror
 
 # One engine's requests have one mirror, and so one event loop, over all tests of this module.
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 GIANT, SMALL = 12_000, 210
 CAPPED = 512

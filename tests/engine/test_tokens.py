@@ -12,7 +12,7 @@ from predictor.chat import ChatTemplate
 from tests.engine.harness import MODEL, RealEngine
 from tests.engine.mirror import MODEL_FOLDER
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(600)]
 
 Messages = list[dict[str, Any]]
 

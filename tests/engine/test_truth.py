@@ -26,7 +26,7 @@ from tests.engine.live import Account, Live, enough, for_seconds, live
 from tests.engine.relay import EventRelay
 
 # One stack serves all tests of this module: an engine takes half a minute to start.
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 NAMES = ("left", "right")
 BLOCK = 32  # the least that vLLM has on CPUs

@@ -21,7 +21,7 @@ from tests.e2e.harness import until
 from tests.engine.harness import RealEngine, StepCost
 from tests.engine.live import Live, live
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(900)]
 
 SEED = 20261130
 UTILISATIONS = (0.4, 0.6, 0.8)

@@ -16,7 +16,7 @@ from extproc.stack import Stack
 from tests.engine.harness import MODEL, RealEngine
 from tests.engine.mirror import MODEL_FOLDER
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(600)]
 
 _PATIENCE_S = 15.0
 

@@ -16,6 +16,8 @@ from aiohttp import ClientConnectionError, ClientError, ClientSession, ClientTim
 from enginesim import words
 from enginesim.process import EngineProcess
 
+pytestmark = pytest.mark.alone
+
 CHAT = "/v1/chat/completions"
 END = b"\xff" * 8
 WELL = {

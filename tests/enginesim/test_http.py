@@ -15,6 +15,8 @@ from enginesim import words
 from enginesim.process import EngineProcess
 from enginesim.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.alone
+
 NOBODY_CARES: dict[str, Any] = {"temperature": 0.7, "top_p": 1, "ignore_eos": True, "max_queue_wait_s": 10}
 
 

@@ -16,6 +16,8 @@ from aiohttp import ClientError, ClientSession
 from enginesim import words
 from enginesim.process import EngineProcess
 
+pytestmark = pytest.mark.alone
+
 
 async def state(http: ClientSession) -> dict[str, Any]:
     async with http.get("/sim/state") as response:

@@ -245,6 +245,7 @@ async def test_the_anthropic_client_understands_a_refusal(ask: Ask) -> None:
     assert "Retry in 32 s" in str(error.api_message)
 
 
+@pytest.mark.alone
 async def test_the_anthropic_client_comes_back_when_it_was_told_to(ask: Ask) -> None:
     server = Answering(shed(0.7))
     message = await ask(server, 2)

@@ -24,6 +24,8 @@ from tests.fakes.kv_publisher import BLOCK, FakePublisher, FrozenPublisher, payl
 from tests.fakes.notes import counted
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.alone
+
 
 class Follower:
     """A feed of worker `w` into a fleet of its own."""

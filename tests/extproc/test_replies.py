@@ -299,6 +299,7 @@ async def test_the_openai_client_gives_up_with_the_last_refusal(gateway: Gateway
     assert caught.value.code == "queue_wait_exceeded"
 
 
+@pytest.mark.alone
 async def test_the_openai_client_waits_as_it_is_told(gateway: Gateway) -> None:
     gateway.refusals.append(refusal(RetryAfter(1.3, 1.3)))
     assert await gateway.ask(max_retries=1) == "hello"

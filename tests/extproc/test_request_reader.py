@@ -23,6 +23,8 @@ from extproc.exchange import Headers
 from extproc.request_reader import Cut, RequestReader, UndecodableBody
 from extproc.session import MAX_BODY_BYTES, Decide
 
+pytestmark = pytest.mark.alone
+
 BODY = b'{"model":"m","stream":true,"max_tokens":9,"messages":[{"role":"user","content":"hi"}]}'
 DEADLINE_S = 60.0  # of what is not about deadlines: a busy machine may take its time
 # What the filter promises is 20 ms; the rest is for a machine that others use as well.
