@@ -21,7 +21,8 @@ from predictor.prompt import MAX_BLOCK_SIZE
 _MOST_REQUESTS, _MOST_TOKENS, _MOST_RANKS = 1_000_000, 1_000_000_000, 1024
 _MOST_CONSERVATIVE = 1000.0
 _MOST_EVER = 1 << 60  # of a counter
-_MOST_DRAFTED = 256
+_MOST_DRAFTED = 256  # tokens at once
+_NO_DRAFTER: tuple[DraftCounts | None, bool] = (None, False)
 _PREFILLED_AT = 9  # total_prefill_uncached_tokens, in a LoadStat
 _LINE = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|prompt_tokens_total|generation_tokens_total|cache_config_info"
@@ -45,7 +46,8 @@ class RankState:
     block_size: int | None = None
     num_gpu_blocks: int | None = None
     tokens_done: float | None = None  # a counter: it falls back when the engine is another
-    drafts: DraftCounts | None = None  # of speculative decoding
+    drafts: DraftCounts | None = None  # of speculative decoding; None where the engine drafts nothing
+    odd_drafts: bool = False  # what it says of that cannot be
     awake: bool = True
 
 
@@ -94,26 +96,33 @@ def read_vllm_metrics(text: bytes) -> dict[int, RankState]:
             before = known.get(name.decode(), 0.0)
             # Several models' series of one rank are added up; a part of the sum would look like less than there is.
             known[name.decode()] = None if number is None or before is None else before + number
+    drafts = {rank: _drafts(known) for rank, known in values.items()}
     return {
         rank: RankState(
             in_progress=_sum(values.get(rank, {}), "num_requests_running", "num_requests_waiting"),
             block_size=_count(configs.get(rank, {}).get(b"block_size"), MAX_BLOCK_SIZE),
             num_gpu_blocks=_count(configs.get(rank, {}).get(b"num_gpu_blocks"), _MOST_TOKENS),
             tokens_done=_total(values.get(rank, {}), "prompt_tokens_total", "generation_tokens_total"),
-            drafts=_drafts(values.get(rank, {})),
+            drafts=drafts.get(rank, _NO_DRAFTER)[0],
+            odd_drafts=drafts.get(rank, _NO_DRAFTER)[1],
             awake=rank not in asleep,
         )
         for rank in sorted({*values, *configs})
     }
 
 
-def _drafts(values: Mapping[str, float | None]) -> DraftCounts | None:
+def _drafts(values: Mapping[str, float | None]) -> tuple[DraftCounts | None, bool]:
+    """What was drafted, and whether something is said of that which cannot be."""
+    if not any(name.startswith("spec_decode") for name in values):
+        return _NO_DRAFTER
     generated = values.get("generation_tokens_total")
     drafted = values.get("spec_decode_num_draft_tokens_total")
     accepted = values.get("spec_decode_num_accepted_tokens_total")
     if generated is None or drafted is None or accepted is None or not accepted <= min(drafted, generated):
-        return None
-    return DraftCounts(generated, drafted, accepted)
+        return None, True
+    if drafted > _MOST_DRAFTED * generated:
+        return None, True
+    return DraftCounts(generated, drafted, accepted), False
 
 
 def merged(states: Iterable[RankState]) -> RankState:
@@ -130,6 +139,7 @@ def merged(states: Iterable[RankState]) -> RankState:
         in_progress=in_progress,
         tokens_done=None,
         drafts=_added(drafts) if len(drafts) == len(every) else None,
+        odd_drafts=any(state.odd_drafts for state in every) or 0 < len(drafts) < len(every),
         awake=all(state.awake for state in every),
     )
 

@@ -178,6 +178,7 @@ class Metrics:
         self.kv_skipped = counter("kv_events_skipped", "KV events not understood", "worker", "reason")
         self.feed_faults = counter("kv_feed_faults", "Gaps, restarts and failed replays", "worker", "kind")
         self.probes = counter("probes", "Probes of engines", "worker", "result")
+        self.odd_drafts = counter("odd_drafts", "Pages whose counters of speculative decoding cannot be", "worker")
         self.load_reports = counter("load_reports", "Loads that engines pushed by themselves", "worker", "result")
         # Counted in the recorder's thread as well.
         self.recording_lost = Counter(

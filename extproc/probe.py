@@ -201,7 +201,9 @@ class Probe:
             self._settings[worker] = reported
             if self._fleet.configure(worker, reported):
                 self._watchers.settings(worker, reported)
-        if not self._sglang and state.in_progress is not None:
+        if state.odd_drafts:
+            self._metrics.odd_drafts.labels(worker).inc()
+        elif not self._sglang and state.in_progress is not None:
             drafting = self._fleet.observe_drafts(worker, state.drafts)
             if drafting is not None:
                 self._watchers.drafting(worker, drafting)

@@ -28,7 +28,7 @@ from extproc.engine_pages import (
 )
 from extproc.probe import Probe, Watchers
 from predictor.drafts import DraftCounts
-from predictor.engines.vllm import Settings
+from predictor.engines.vllm import NO_DRAFTS, Drafting, Settings
 from predictor.fleet import Grant, Ticket, Wish, WorkerSpec
 from predictor.kv_events import Batch, Stored, Tier
 from predictor.prompt import Prompt, as_tokens
@@ -80,14 +80,32 @@ def test_what_was_drafted_and_accepted_is_read_and_added_up_over_ranks() -> None
     assert state.drafts == DraftCounts(generated=2500, drafted=2970, accepted=1500)
     both = DRAFTS + DRAFTS.replace(b'engine="0"', b'engine="1"')
     assert read_as_one(both).drafts == DraftCounts(5000, 5940, 3000)
-    assert read_as_one(both + b'vllm:num_requests_running{engine="2"} 1.0\n').drafts is None
+    some = read_as_one(both + b'vllm:num_requests_running{engine="2"} 1.0\n')
+    assert (some.drafts, some.odd_drafts) == (None, True)
 
 
-@pytest.mark.parametrize(
-    "wrong", [(b"1500.0", b"2971.0"), (b"2970.0", b"NaN"), (b"2500.0", b"-1"), (b"num_draft_tokens", b"num_others")]
-)
+ODD_DRAFTS = [
+    (b"1500.0", b"2971.0"),
+    (b"1500.0", b"-3"),
+    (b"2970.0", b"NaN"),
+    (b"2970.0", b"1e17"),
+    (b"2500.0", b"-1"),
+    (b"num_draft_tokens", b"num_others"),
+    (b"num_accepted_tokens_total", b"num_others_total"),
+    (b"vllm:generation_tokens", b"vllm:others"),
+]
+
+
+@pytest.mark.parametrize("wrong", ODD_DRAFTS)
 def test_drafts_that_make_no_sense_are_not_known(wrong: tuple[bytes, bytes]) -> None:
-    assert read_vllm_metrics(DRAFTS.replace(*wrong))[0].drafts is None
+    page = DRAFTS.replace(*wrong)
+    for state in (read_vllm_metrics(page)[0], read_as_one(page + DRAFTS.replace(b'engine="0"', b'engine="1"'))):
+        assert (state.drafts, state.odd_drafts) == (None, True)
+
+
+def test_an_engine_that_says_nothing_of_drafts_has_none() -> None:
+    for state in (read_vllm_metrics(PAGE)[0], read_as_one(PAGE)):
+        assert (state.drafts, state.odd_drafts) == (None, False)
 
 
 # method, drafted together, and what each request in a step takes besides with five tokens drafted
@@ -257,6 +275,29 @@ async def test_an_engine_that_refuses_connections_is_down(watched: Watched) -> N
         endpoint = engine.endpoint
     watched.watch(endpoint)
     await until(lambda: watched.shown("up") is False)
+
+
+@pytest.mark.parametrize("wrong", ODD_DRAFTS)
+async def test_what_a_page_says_of_drafts_holds_until_it_says_otherwise_and_nonsense_is_counted(
+    watched: Watched, wrong: tuple[bytes, bytes]
+) -> None:
+    def drafting() -> Drafting:
+        return watched.filter.fleet._pools["m"].workers["a"].shadow.drafting
+
+    async with EnginePage(IDLE + DRAFTS) as engine:
+        watched.watch(engine.endpoint)
+        await watched.asked()
+        assert drafting() == Drafting(gain=2.5, drafted=2.97)
+        assert watched.filter.counted("odd_drafts", worker="a") == 0
+        engine.pieces = (IDLE + DRAFTS.replace(*wrong),)
+        await until(lambda: watched.filter.counted("odd_drafts", worker="a") >= 2)
+        assert drafting() == Drafting(gain=2.5, drafted=2.97)
+        engine.pieces = (IDLE + DRAFTS,)
+        await watched.asked()
+        assert drafting() == Drafting(gain=2.5, drafted=2.97)
+        engine.pieces = (IDLE,)
+        await until(lambda: drafting() == NO_DRAFTS)
+        await watched.stop()
 
 
 async def test_a_hanging_page_is_a_failure_in_time(watched: Watched) -> None:
