@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -189,6 +190,13 @@ _NOT_OF: dict[_Family, tuple[str, ...]] = {
     "sglang": _VLLMS_OWN,
     "tensorrt_llm": (*_VLLMS_OWN, *_SGLANGS_OWN, "scheduling_policy", "device"),
 }
+
+
+def without_others(settings: Settings) -> Settings:
+    """The same for an engine whose page says of which family it is, whatever was said of it before: what it does not
+    have is at its default, so that it has no effect anywhere."""
+    others: dict[str, Any] = {key: getattr(_DEFAULTS, key) for key in _NOT_OF[settings.family] if key != "device"}
+    return replace(settings, **others)
 
 
 class EngineSettings(_Section, frozen=True):

@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from extproc.config import without_others
 from extproc.engine_pages import (
     About,
     RankState,
@@ -197,6 +198,8 @@ class Probe:
             if value is not None
         }
         reported = replace(self._settings[worker], **told)
+        if "family" in told:
+            reported = without_others(reported)
         if reported != self._settings[worker]:
             self._settings[worker] = reported
             if self._fleet.configure(worker, reported):

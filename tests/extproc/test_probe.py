@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
 import aiohttp
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from enginesim.process import EngineProcess
 from extproc import probe as probe_module
+from extproc.config import EngineSettings
 from extproc.engine_pages import (
     About,
     Events,
@@ -167,11 +168,17 @@ class Watched:
         self.about: list[About] = []
         self.workers: dict[int | None, str] = {None: "a"}
         self.settings, self.left_open = Settings(), frozenset[str]()
+        self.on_settings: Callable[[str, Settings], None] = lambda worker, settings: None
         self._task: asyncio.Task[None] | None = None
 
     def watch(self, endpoint: str) -> None:
         fleet, metrics = self.filter.fleet, self.filter.metrics
-        watchers = Watchers(self.ended.extend, restarted=self.restarted.append, about=self.about.append)
+        watchers = Watchers(
+            self.ended.extend,
+            settings=lambda worker, settings: self.on_settings(worker, settings),
+            restarted=self.restarted.append,
+            about=self.about.append,
+        )
         self.probe = Probe(
             self.workers, endpoint, self.settings, 0.01, fleet, metrics, self.clock, watchers, self.left_open
         )
@@ -589,6 +596,30 @@ async def test_sglang_is_known_by_its_pages_and_asked_for_its_load(watched: Watc
         engine.pages["/v1/loads"] = {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]}
         await until(lambda: bool(watched.ended))
         await watched.stop()
+
+
+async def test_what_was_said_of_vllm_has_no_effect_on_an_engine_whose_page_says_that_it_is_sglang(
+    watched: Watched,
+) -> None:
+    ours = EngineSettings(
+        long_prefill_token_threshold=512,
+        long_prefill_token_threshold_adaptive=True,
+        draft_slots=3,
+        device="gpu",
+    )
+    watched.settings, watched.left_open = ours.for_engine("vllm"), ours.left_open
+    told: list[Settings] = []
+    async with Pages(server_info=SGLANG, v1__loads=loads(0, 0)) as engine:
+        watched.on_settings = lambda worker, settings: told.append(settings)
+        watched.watch(engine.endpoint)
+        await watched.asked(4)
+        await watched.stop()
+    # As if the configuration had said that it is SGLang.
+    (settings,) = told
+    assert settings.family == "sglang"
+    of_sglang = ours.for_engine("sglang")
+    for key in ("long_prefill_token_threshold", "long_prefill_token_threshold_adaptive", "draft_slots"):
+        assert getattr(settings, key) == getattr(of_sglang, key), key
 
 
 async def test_counters_that_fall_back_are_another_life(watched: Watched) -> None:
