@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.forecast_truth import Accuracy, Observer, Outcome, counted, coverage, observer, record
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def told(name: str, watcher: Observer, outcomes: list[Outcome]) -> tuple[Accuracy, Accuracy]:
