@@ -1,8 +1,9 @@
 """Whether a request can be let in: its bounds, the rule for overload without one, and when to come back if not.
 
-Nobody is refused on the word of a model that has not learned, and an idle worker is open to every bound that the time
-already waited has not used up. The one thing known of an engine before anything is learned is the size of its KV
-cache: requests in flight that demand a multiple of it stand for a queue, whatever its speed.
+Nobody is refused on the word of a model that has not learned, or of one that is behind what has passed, and an idle
+worker is open to every bound that the time already waited has not used up. The one thing known of an engine before
+anything is learned is the size of its KV cache: requests in flight that demand a multiple of it stand for a queue,
+whatever its speed.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Prospect(msgspec.Struct, frozen=True, gc=False):
     high_wait_s: float
     idle: bool
     kv_demand: float | None  # caches' worth, with this request; None: the size of the cache is not known
+    behind: bool = False  # of what has passed there not all was followed yet: it may be let in sooner than is told
 
     @property
     def high_ttft_s(self) -> float:
@@ -163,7 +165,7 @@ def objection(prospect: Prospect, limits: Limits) -> Reason | None:
     kv_rule = not (learned and limits.bounded)
     if kv_rule and prospect.kv_demand is not None and prospect.kv_demand > _or_inf(limits.overload_kv_demand):
         return Reason.OVERLOAD_KV
-    if not learned:
+    if not learned or prospect.behind:
         return None
     if prospect.high_ttft_s > _or_inf(limits.max_ttft_s):
         return Reason.TTFT

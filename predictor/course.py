@@ -32,13 +32,33 @@ from predictor.unbooked import Unbooked
 
 # Evidence that no so many steps explain is about something else than what is known here.
 MAX_STEPS_BEHIND = 4096
-# What one call may compose of what has passed, in sequences looked at; a step counts for so many besides. The next call
-# goes on from there: a worker that was not asked for long is some calls behind, and nobody waits for it.
-MOST_LOOKED_AT, STEP_LOOKED_AT = 50_000, 100
+# What is composed of what has passed, in sequences looked at; a step counts for so many besides. At most so much for a
+# piece of evidence, and so much at one instant for all workers of a pool: some six milliseconds.
+_MOST_LOOKED_AT, _LOOKED_AT_AN_INSTANT, _STEP_LOOKED_AT = 50_000, 8_000, 100
 # A step that is overdue by more than this is taken to last as long again: nobody knows better.
 _GRACE_S, _GRACE_RATIO = 0.05, 0.2
 # Evidence of one step end comes in several pieces; those of one instant belong together.
 _INSTANT_S = 1e-7
+
+
+@dataclass(slots=True)
+class Allowance:
+    """How much of what has passed may be followed at one instant, for all who share it.
+
+    A decision asks many workers, and some of them several times. Who is left behind goes on from there when it is asked
+    again, and nobody waits for it.
+    """
+
+    left: int = 0
+    at_s: float | None = None
+
+    def take(self, looked_at: int, now_s: float) -> bool:
+        if now_s != self.at_s:
+            self.at_s, self.left = now_s, _LOOKED_AT_AN_INSTANT
+        if self.left <= 0:
+            return False
+        self.left -= looked_at
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +154,14 @@ class Course:
     def takes_turns(self) -> bool:
         """Prefill and decode steps take turns, so that all who decode have had the same decode steps."""
         return self.settings.family == "sglang"
+
+    @property
+    def looked_at_a_step(self) -> int:
+        """What it takes to compose one, in sequences looked at."""
+        queue = self.queue
+        # TensorRT-LLM tries whoever waits: a shorter prompt may fit where those before it do not.
+        tried = len(queue.waiting) if self.settings.family == "tensorrt_llm" else 0
+        return _STEP_LOOKED_AT + len(queue.running) + tried
 
     @property
     def given_up(self) -> bool:
@@ -436,8 +464,8 @@ class Course:
     def catch_up(self, reached: Callable[[], bool], now_s: float, timed: bool = True) -> None:
         """Steps have ended, the last of them just now: as many as it takes. Ends are heard of late: not `timed`."""
         behind = looked_at = 0
-        while not reached() and behind < MAX_STEPS_BEHIND and looked_at < MOST_LOOKED_AT:
-            looked_at += STEP_LOOKED_AT + len(self.queue.running)
+        while not reached() and behind < MAX_STEPS_BEHIND and looked_at < _MOST_LOOKED_AT:
+            looked_at += self.looked_at_a_step
             if self.composes_s is not None:
                 self.compose()
             if not self.under_way or (behind and self._stuck()):

@@ -64,7 +64,7 @@ class Shortcuts:
     forecasts_cut: int  # the queue was followed as far as the budget went, and was taken to go on at its pace
     forecasts_stale: int  # a request was placed by a timeline that did not know of all that had happened
     spans: int  # listed by decisions
-    shadows_cut: Mapping[str, int]  # by worker: more had passed than one call may look at
+    shadows_cut: Mapping[str, int]  # by worker: more had passed than may be followed at one instant
 
 
 class Fleet:
@@ -104,7 +104,9 @@ class Fleet:
             cost.add_steps(sample)
             shadow.set_cost(cost.cost)
 
-        shadow = Shadow(spec.settings, cost.cost, learn, cached_blocks, home.lengths_at, home.prompts.longer_than)
+        shadow = Shadow(
+            spec.settings, cost.cost, learn, cached_blocks, home.lengths_at, home.prompts.longer_than, home.passing
+        )
         home.workers[spec.name] = Worker(spec, spec.settings, cost, shadow, Calibration(home.errors))
         self._pool_of[spec.name] = home
         home.cache.join(spec.name, spec.cache, spec.settings.block_size, spec.settings.num_gpu_blocks)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from predictor.admission import AdmissionPolicy, Limits, Mode, RetryPolicy, limits_of
 from predictor.arrivals import PromptSizes
 from predictor.budget_check import BudgetDoubt
+from predictor.course import Allowance
 from predictor.crowding import Crowding
 from predictor.fairness import FairnessPolicy, TenantUse
 from predictor.forecast import Forecast
@@ -52,6 +53,7 @@ class Pool:
     recently: Counter[str] = field(default_factory=Counter)  # how many of these each worker has
     errors: PoolErrors = field(default_factory=PoolErrors)
     renewal: Renewal = field(default_factory=Renewal)
+    passing: Allowance = field(default_factory=Allowance)
     lengths: OutputLengths = field(init=False)
     reuse: float = 0.0  # running mean of the part of a prompt that is cached
     sessions: OrderedDict[str, str] = field(default_factory=OrderedDict)  # to the worker that served them last

@@ -108,7 +108,8 @@ class Race:
         until_s = self._now_s - self._waited_s + min(bounds_s, default=limits.overload_wait_s or float("inf"))
         known = {worker.spec.name for worker in self.workers}
         rest = [worker for worker in self._everybody if worker.spec.name not in known]
-        return [worker for worker in rest if not worker.shadow.prefilling or worker.shadow.opens_s <= until_s]
+        shadows = ((worker, worker.shadow) for worker in rest)
+        return [worker for worker, one in shadows if not one.prefilling or one.behind or one.opens_s <= until_s]
 
     def price(self, workers: ReadOnly[Worker]) -> bool:
         """By the timelines that stand, whatever has happened since, but where there is little to compute anew. False if
@@ -230,7 +231,7 @@ class Race:
             # Errors of an empty queue say little about those of a full one: what is predicted is the least.
             high_wait_s = max(high_wait_s, priced.queue_wait_quantile_s(self._quantile) - self._waited_s)
         needed = priced.prompt_tokens - priced.cached_tokens + self._output_tokens
-        return Prospect(priced, high_wait_s, worker.idle, worker.kv_demand(needed))
+        return Prospect(priced, high_wait_s, worker.idle, worker.kv_demand(needed), worker.shadow.behind)
 
     def reuse(self, worker: Worker) -> Reuse:
         """What it is taken to reuse."""

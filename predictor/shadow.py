@@ -20,7 +20,7 @@ import msgspec
 
 from predictor.announcements import Announcements
 from predictor.block_owners import Owner
-from predictor.course import MAX_STEPS_BEHIND, MOST_LOOKED_AT, STEP_LOOKED_AT, Course, State, completes
+from predictor.course import MAX_STEPS_BEHIND, Allowance, Course, State, completes
 from predictor.engines.sglang import first_ratio
 from predictor.engines.vllm import Drafting, Queue, Sequence, Settings, Step, enqueue
 from predictor.outlook import Outlook, Sight
@@ -62,7 +62,7 @@ class Shadow:
     `on_sample` is told each interval between two step ends that were seen. `cached_blocks` tells how many of a run of
     blocks, by their hashes, the worker's cache is known to hold at this moment, from the first on. `lengths` is what
     is known of the pool's output lengths at a time, `prompt_of` how long prompts are that are longer than so many
-    tokens: what a share of them does not go beyond.
+    tokens: what a share of them does not go beyond. `allowance` is shared with the pool's other workers.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Shadow:
         cached_blocks: Callable[[BlockHashes], int] | None = None,
         lengths: Callable[[float], Lengths] | None = None,
         prompt_of: Callable[[int, float], int] | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
         self._outlook = Outlook(self._look)
         self._course = Course(settings, cost, Unbooked(prompt_of), self._outlook, cached_blocks, on_sample)
@@ -88,7 +89,10 @@ class Shadow:
         self._looked_s = 0.0
         self._pace = Pace()
         self.forced = 0  # times that evidence contradicted the rule
-        self.cut = 0  # times that more had passed than one call may look at
+        self.cut = 0  # instants at which more had passed than may be followed at one
+        self.behind = False  # at the last one
+        self._cut_at_s: float | None = None
+        self._allowance = Allowance() if allowance is None else allowance
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -289,22 +293,23 @@ class Shadow:
         self._course.kept_out = None
 
     def advance(self, now_s: float) -> None:
-        """Lets steps pass that have ended by `now_s` and leave no sign."""
+        """Lets steps pass that have ended by `now_s` and leave no sign, as far as is allowed."""
         course = self._course
+        self.behind = False
         if self._announcements.overdue(now_s):
             self._take_tokens(self._announcements.release())
         if course.is_closed(now_s):
             course.compose()
-        looked_at = 0
         while self._under_way and course.began_s + self._under_way[0].seconds <= now_s:
             if course.awaited():
                 if not self._strangers.are_overdue(now_s):
                     break
                 self._strangers.give_up()
             else:
-                looked_at += STEP_LOOKED_AT + len(self._queue.running)
-                if looked_at > MOST_LOOKED_AT:
-                    self.cut += 1
+                if not self._allowance.take(course.looked_at_a_step, now_s):
+                    self.behind = True
+                    self.cut += now_s != self._cut_at_s
+                    self._cut_at_s = now_s
                     break
                 course.pass_oldest(now_s)
             if course.is_closed(now_s):
@@ -525,6 +530,8 @@ class Shadow:
         """When the next step begins that a newcomer can be part of."""
         self.advance(now_s)
         course = self._course
+        if self.behind:
+            return now_s  # the step under way is over long ago
         if course.composes_s is None or self._under_way:
             return course.next_step_s(now_s)
         # Composed by the engine only when this instant is over: the newcomer is part of it.
@@ -564,7 +571,7 @@ class Shadow:
                 return None
             saved_a_step_s = len(self) * self._course.cost.per_decode_s
         opens_s = self._outlook.surely_opens_s(self.begins_s(now_s), saved_a_step_s)
-        if opens_s is None or self._ahead_of(priority) is not None:
+        if opens_s is None or self.behind or self._ahead_of(priority) is not None:
             return None
         return max(0.0, opens_s - now_s)
 
@@ -605,8 +612,8 @@ class Shadow:
 
     @property
     def timeline_is_fresh(self) -> bool:
-        """Whether nothing has happened since the timeline was computed."""
-        return self._outlook.fresh
+        """Whether nothing has happened since the timeline was computed, and it was computed of now."""
+        return self._outlook.fresh and not self.behind
 
     def _look(self, begins_s: float, ahead: Queue | None = None, place: int | None = None) -> Sight:
         """`ahead`: of the queue, only that part, for a newcomer who waits by `place`."""

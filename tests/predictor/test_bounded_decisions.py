@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections import Counter, deque
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from predictor import shadow
 from predictor.admission import AdmissionPolicy, Limits, Mode
+from predictor.course import Course
 from predictor.engines.vllm import Queue, Sequence, Settings
 from predictor.fleet import Fleet, Grant, PoolPolicy, Usage, Wish, WorkerSpec
 from predictor.prefill_cost import StepCost
@@ -199,6 +201,55 @@ def test_no_decision_does_more_than_its_budget_allows(work: Work, seed: int) -> 
     sys.stdout.write(f"\nseed {seed}, {workers} workers: at most {most_spans} spans, {most_copied} sequences copied")
     assert most_spans <= MOST_SPANS
     assert most_copied <= MOST_COPIED
+
+
+@pytest.mark.parametrize("family", ["vllm", "sglang", "tensorrt_llm"])
+@pytest.mark.parametrize("workers", [1, 4, 40])
+def test_after_a_minute_of_silence_no_decision_follows_all_of_it_and_none_refuses_for_what_was_not_followed(
+    family: Literal["vllm", "sglang", "tensorrt_llm"], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = 0
+    pass_oldest = Course.pass_oldest
+
+    def counted(course: Course, now_s: float) -> None:
+        nonlocal looked_at
+        looked_at += course.looked_at_a_step
+        pass_oldest(course, now_s)
+
+    monkeypatch.setattr(Course, "pass_oldest", counted)
+    chance, rng = random.Random(1), np.random.default_rng(1)
+    fleet = Fleet([PoolPolicy("m")], BlockHasher(rng), rng)
+    for number in range(workers):
+        settings = Settings(family=family, num_gpu_blocks=25_000, max_num_seqs=64, max_num_batched_tokens=2048)
+        fleet.join("m", WorkerSpec(f"w{number}", f"10.0.0.1:{number + 1}", settings))
+        fleet.know_cost(f"w{number}", MEASURED)
+        for place in range(100):
+            prompt = Prompt(chance.randrange(500, 8000), exact=True)
+            wish = Wish(f"w{number} {place}", 0.0, max_tokens=100, streaming=False)
+            fleet.place_on(f"w{number}", prompt, wish, 0.0)
+    shadows = [worker.shadow for worker in fleet._pools["m"].workers.values()]
+    decided = stale = 0
+    for number in range(1000):
+        now_s = 60.0 + 0.001 * number
+        looked_at, was_stale = 0, fleet.shortcuts("m").forecasts_stale
+        wish = Wish(f"t{number}", now_s, max_tokens=100, streaming=False, max_queue_wait_s=5.0)
+        decision = fleet.place("m", Prompt(1000, exact=True), wish, now_s)
+        decided += 1
+        assert looked_at <= 8000 + 300
+        behind = {f"w{at}" for at, shadow in enumerate(shadows) if shadow.behind}
+        if behind:
+            assert isinstance(decision, Grant)
+        if isinstance(decision, Grant):
+            is_stale = fleet.shortcuts("m").forecasts_stale - was_stale
+            assert is_stale or decision.ticket.worker not in behind
+            stale += is_stale
+            fleet.finish(wish.ticket_id, Usage(), now_s)
+        if not behind:
+            break
+    cut = fleet.shortcuts("m").shadows_cut
+    sys.stdout.write(f"\n{family}, {workers} workers: caught up after {decided} decisions, {sum(cut.values())} cut")
+    assert 1 < decided < 1000
+    assert sum(cut.values()) >= decided - 1
 
 
 def test_a_view_of_the_whole_is_bounded_too(work: Work) -> None:
