@@ -106,7 +106,8 @@ class Span:
 
 
 class _Late:
-    """One that prefills, or decodes behind one that does. Tokens, unless it says blocks."""
+    """One that prefills, or decodes where a step may have no room for all its drafts: behind one that prefills, or
+    behind decodes that leave less. Tokens, unless it says blocks."""
 
     __slots__ = ("blocks", "computed", "end", "generated", "prompt_tokens", "shared_blocks")
 
@@ -120,6 +121,10 @@ class _Late:
         self.shared_blocks = shared_blocks
         self.end = end  # its whole output
 
+    @property
+    def decodes(self) -> bool:
+        return self.generated > 0 and self.prompt_tokens + self.generated - self.computed <= 1
+
     def copy(self) -> _Late:
         return _Late(self.prompt_tokens, self.computed, self.generated, self.blocks, self.shared_blocks, self.end)
 
@@ -127,8 +132,9 @@ class _Late:
 # One that waits: prompt tokens, computed, generated, blocks that others hold when it is admitted and when it ends, its
 # whole output, blocks that must be there for it beside those of its prompt.
 _Waiting = tuple[int, int, int, int, int, int, int]
-# One that decodes with no prefill ahead of it: the step before which it is gone, its number, its computed tokens less
-# the step's number, prompt tokens, shared blocks. Where space is reserved, in place of the last less what it holds.
+# One that decodes, with no prefill ahead of it and room for all its drafts: the step before which it is gone, its
+# number, its computed tokens less the step's number, prompt tokens, shared blocks. Where space is reserved, in place of
+# the last less what it holds.
 _Decoder = tuple[int, int, int, int, int]
 
 
@@ -146,9 +152,9 @@ class RunForward:
 
     __slots__ = (
         "_cap", "_chunked", "_cost", "_decode_size", "_decoders", "_drafted_steps", "_drafting", "_ends", "_free",
-        "_gate", "_gone", "_lag", "_late", "_least_cap", "_limit", "_mark", "_order", "_phases", "_reserves", "_room",
-        "_settings", "_size", "_slots", "_stack", "_step", "_tokens", "_waiting", "_waiting_blocks", "_wanted",
-        "_watermark", "_width", "clock_s", "first_open", "gated", "spans", "work",
+        "_gate", "_gone", "_lag", "_late", "_least_cap", "_limit", "_mark", "_most_counted", "_order", "_phases",
+        "_reserves", "_room", "_settings", "_size", "_slots", "_stack", "_step", "_tokens", "_waiting",
+        "_waiting_blocks", "_wanted", "_watermark", "_width", "clock_s", "first_open", "gated", "spans", "work",
     )  # fmt: skip
 
     def __init__(
@@ -174,6 +180,8 @@ class RunForward:
         self._cap = chunk_cap(2, settings)  # whoever is there is not alone: a newcomer is imagined
         self._settings = settings
         self._least_cap = min(self._cap, settings.long_prefill_token_threshold or self._cap)
+        # So many decoders have room for all their drafts, whoever else is there.
+        self._most_counted = self._limit // self._width if self._drafting.width <= self._least_cap else 0
         # Asynchronous: a step is composed before the one ahead of it shows who has ended.
         self._lag = 1 if settings.async_scheduling else 0
         self._gate = queue.free_blocks is not None
@@ -188,8 +196,8 @@ class RunForward:
         self.first_open = 0  # no span before it lets a newcomer in
         self.work = 1 + len(queue) // (2 * _LOOKED_AT_A_SPAN)
         # Decoders ahead of every prefill are a count, a heap of ends, a stack of who came last, and a count for each
-        # place in a block. Those behind a prefill may be starved by it, so from the first prefill on sequences are
-        # walked in order.
+        # place in a block. Those behind a prefill may be starved by it, or be left less than their drafts would take,
+        # and so may those for whom a step is too small: from the first of them on, sequences are walked in order.
         self._decoders = 0
         self._ends: list[_Decoder] = []
         self._stack: list[_Decoder] = []
@@ -225,6 +233,7 @@ class RunForward:
             self._retire()
         if late:
             self._retire_late()
+            self._settle()  # who has ended may have left room for all of another's drafts
         if not self._decoders and not late and not self._waiting:
             self._set_mark()
             room = self._limit - self._settings.slots
@@ -312,9 +321,8 @@ class RunForward:
         size, gate, cap, slots, width = self._size, self._gate, self._cap, self._settings.slots, self._width
         preempted = False
         while True:
-            # A step has room for one, whatever is drafted for it.
-            decoding = min(self._decoders, self._limit // width or 1)
-            budget = max(0, self._limit - decoding * width)
+            decoding = self._decoders
+            budget = self._limit - decoding * width
             free = self._free
             if gate:
                 free -= self._phases[-self._step % self._decode_size]
@@ -325,10 +333,10 @@ class RunForward:
                 if budget <= slots:
                     break
                 left = late.prompt_tokens + late.generated - late.computed
-                want = left if left < cap else cap
                 decodes_on = left == 1 and late.generated
-                if decodes_on:
-                    want = width - slots
+                want = width - slots if decodes_on else left
+                if want > cap:
+                    want = cap
                 budget -= slots
                 if want > budget:
                     want = budget
@@ -340,7 +348,7 @@ class RunForward:
                         free -= need
                 if decodes_on:
                     decoding += 1
-                    steps = min(steps, self._drafting.steps_to(late.end - late.generated) + self._lag)
+                    steps = min(steps, self._steps_to(late.end - late.generated, want) + self._lag)
                 else:
                     start = late.computed
                     new_tokens += want
@@ -384,7 +392,7 @@ class RunForward:
             new_tokens += want
             squares += want * (2 * computed + want)
             steps = 1
-        self.work += 1 + len(chunks) // _LOOKED_AT_A_SPAN
+        self.work += 1 + (len(chunks) + len(self._late) // 8) // _LOOKED_AT_A_SPAN
         if preempted:
             steps = 1
         if not decoding and not chunks:
@@ -467,7 +475,7 @@ class RunForward:
         for late, want in chunks:
             left = late.prompt_tokens + late.generated - late.computed
             decodes_on = left == 1 and late.generated > 0
-            total = self._gained(steps) if decodes_on else want * steps
+            total = self._gained(steps, want) if decodes_on else want * steps
             late.computed += total
             if gate:
                 new = -(-late.computed // size) - late.blocks - late.shared_blocks
@@ -506,11 +514,11 @@ class RunForward:
         return left
 
     def _settle(self) -> None:
-        """Decoders that no prefill is ahead of any more join the count."""
+        """Decoders that no prefill is ahead of any more join the count, if a step has room for all their drafts."""
         late = self._late
         place = 0
         for one in late:
-            if not one.generated or one.prompt_tokens + one.generated - one.computed > 1:
+            if not one.decodes or self._decoders >= self._most_counted:
                 break
             place += 1
             self._decoders += 1
@@ -518,7 +526,7 @@ class RunForward:
             if not self._reserves:
                 self._phases[since % self._decode_size] += 1
             self._order += 1
-            end = self._step + max(0, self._drafting.steps_to(one.end - one.generated)) + self._lag
+            end = self._step + max(0, self._steps_to(one.end - one.generated)) + self._lag
             held = -one.blocks if self._reserves else one.shared_blocks
             decoder = (end, self._order, since, one.prompt_tokens, held)
             heappush(self._ends, decoder)
@@ -570,7 +578,7 @@ class RunForward:
         need = self._growth(steps)
         for late, want in chunks:
             decodes_on = late.generated > 0 and late.prompt_tokens + late.generated - late.computed == 1
-            more = self._gained(steps - 1) + want if decodes_on else want * steps
+            more = self._gained(steps - 1, want) + want if decodes_on else want * steps
             new = -(-(late.computed + more) // self._size) - late.blocks - late.shared_blocks
             if new > 0:
                 need += new
@@ -578,9 +586,13 @@ class RunForward:
 
     # Where drafts are accepted
 
-    def _gained(self, steps: int) -> int:
-        """Tokens that each who decodes gets in so many steps from now."""
-        return self._drafting.gained(self._drafted_steps + self._step, steps)
+    def _steps_to(self, tokens: int, granted: int | None = None) -> int:
+        """Steps from now until one who decodes has got so many more."""
+        return self._drafting.steps_to(tokens, self._drafted_steps + self._step, granted)
+
+    def _gained(self, steps: int, granted: int) -> int:
+        """Tokens that one who decodes gets in so many steps from now, of each of which it takes so many."""
+        return self._drafting.gained(self._drafted_steps + self._step, steps, granted)
 
     def _in_steps(self, tokens: int) -> int:
         """A place among a sequence's tokens in steps of decoding: in the same block, and as far into it."""
@@ -668,7 +680,9 @@ class RunForward:
         """
         if self.first_open < len(self.spans):
             return  # it has been listed, and the mark is before it
-        waiting = self._waiting
+        waiting, late = self._waiting, self._late
+        if late and late[0].decodes and self._drafting.width <= self._least_cap:
+            return  # it takes all that those ahead of it leave of a step
         if waiting:
             if self._wanted > self._limit - self._decoders * self._width:
                 return

@@ -164,13 +164,23 @@ class Drafting:
     gain: float = 1.0  # tokens that it gets; more than one where drafts are accepted
     drafted: float = 0.0  # tokens that are verified for it, and take room in the step, accepted or not
 
-    def gained(self, since: int, steps: int) -> int:
-        """Whole tokens from so many steps, after so many others."""
+    def gained(self, since: int, steps: int, granted: int | None = None) -> int:
+        """Whole tokens from so many steps, after so many others; `granted`: the tokens of each that it takes, if a
+        step may have less room for it than it could use. Drafts that are cut off cannot be accepted."""
+        if granted is not None and granted <= self.gain:
+            return granted * steps
         return steps if self.gain == 1.0 else int((since + steps) * self.gain) - int(since * self.gain)
 
-    def steps_to(self, tokens: int) -> int:
-        """Steps until it has got so many more."""
-        return tokens if self.gain == 1.0 else ceil(tokens / self.gain)
+    def steps_to(self, tokens: int, since: int, granted: int | None = None) -> int:
+        """Steps until it has got so many more, after so many others; `granted` as in `gained`."""
+        if granted is not None and granted <= self.gain:
+            return ceil(tokens / granted)
+        if self.gain == 1.0:
+            return tokens
+        steps = int((int(since * self.gain) + tokens) / self.gain) - since  # or up to two more, by what is rounded
+        while self.gained(since, steps) < tokens:
+            steps += 1
+        return steps
 
     @property
     def gains(self) -> bool:

@@ -5,6 +5,8 @@ import json
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from predictor.drafts import DraftCounts, Drafts
 from predictor.engines.vllm import NO_DRAFTS, Drafting, Queue, Sequence, Settings, schedule, undo
@@ -76,6 +78,31 @@ def test_a_step_gives_whole_tokens_and_many_steps_the_average() -> None:
     steps = [schedule(queue, Settings()) for _ in range(20)]
     assert {gain for step in steps for gain in step.gains} == {2, 3}
     assert [seq.generated for seq in queue.running] == [1 + 50] * 3
+
+
+@given(
+    gain=st.one_of(st.floats(1.0, 8.0), st.integers(100, 800).map(lambda hundredths: hundredths / 100)),
+    since=st.integers(0, 10_000_000),
+    tokens=st.integers(0, 2000),
+    granted=st.one_of(st.none(), st.integers(1, 9)),
+)
+@example(gain=1.15, since=100, tokens=1, granted=None)  # 100 * 1.15 is a little less than 115, as a machine reckons
+def test_the_steps_to_an_outputs_end_are_as_few_as_give_all_of_its_tokens(
+    gain: float, since: int, tokens: int, granted: int | None
+) -> None:
+    drafting = Drafting(gain, drafted=8.0)
+    steps = drafting.steps_to(tokens, since, granted)
+    assert drafting.gained(since, steps, granted) >= tokens
+    assert not tokens or drafting.gained(since, steps - 1, granted) < tokens
+
+
+@given(gain=st.floats(1.0, 8.0), since=st.integers(0, 1000), steps=st.integers(1, 50), granted=st.integers(1, 9))
+def test_many_steps_with_room_for_some_drafts_give_what_each_of_them_gives(
+    gain: float, since: int, steps: int, granted: int
+) -> None:
+    drafting = Drafting(gain, drafted=8.0)
+    each = [min(granted, drafting.gained(since + number, 1)) for number in range(steps)]
+    assert drafting.gained(since, steps, granted) == sum(each)
 
 
 def test_nobody_gets_more_than_was_asked_for() -> None:

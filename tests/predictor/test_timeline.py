@@ -57,22 +57,29 @@ def replayed(shape: Shape, cached: int, total: int) -> tuple[float, bool]:
     raise AssertionError("it never ends")
 
 
-DRAFTS = [(1.0, 2.0, 0), (2.0, 1.0, 1), (3.0, 4.0, 0)]  # tokens gained, tokens drafted, slots of the drafter
+DRAFTS = [
+    (1.0, 2.0, 0),
+    (2.0, 1.0, 1),
+    (3.0, 4.0, 0),
+    (4.0, 5.0, 2),
+    (1.7, 3.0, 0),
+    (2.6, 2.9, 1),
+]  # tokens gained, tokens drafted, slots of the drafter
 
 
 @st.composite
 def shapes(draw: st.DrawFn, drafts: tuple[float, float, int] | None = None) -> Shape:
     """A queue in the midst of its life: decodes, prompts in every phase, and perhaps hardly any KV space."""
     gain, drafted, slots = drafts or (1.0, 0.0, 0)
-    width = 1 + round(drafted) + slots
-    budget = draw(st.integers(4 * width, 64))
+    # Where there are drafts, down to what has no room for those of one.
+    budget = draw(st.integers(2 if drafts else 4, 64))
     size = draw(st.sampled_from([1, 4, 16]))
     settings = Settings(
         block_size=size,
         num_gpu_blocks=None if drafts else draw(st.sampled_from([None, None, 40, 80, 200])),
         max_num_batched_tokens=budget,
         # vLLM refuses to start with more slots than tokens.
-        max_num_seqs=draw(st.integers(1, min(8, (budget - 1) // width))),
+        max_num_seqs=draw(st.integers(1, min(8, budget - 1))),
         draft_slots=slots,
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3, 16, 40, 100])),
         long_prefill_token_threshold_adaptive=draw(st.booleans()),
@@ -120,6 +127,41 @@ def test_so_it_does_where_drafts_take_room_in_each_step_and_some_of_them_are_acc
     expected_s, _ = replayed(shape, cached, cached + uncached)
     priced_s = shape.timeline().finish_s(uncached, 0) + shape.cost.tokens_s(cached, cached + uncached)
     assert priced_s == pytest.approx(expected_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_of_a_decode_s_drafts_only_those_that_a_chunk_ahead_of_it_leaves_room_for_can_be_accepted(
+    adaptive: bool,
+) -> None:
+    settings = Settings(
+        block_size=1,
+        max_num_batched_tokens=20,
+        max_num_seqs=3,
+        long_prefill_token_threshold=16,
+        long_prefill_token_threshold_adaptive=adaptive,
+    )
+    waiting = deque(Sequence(name, tokens, 0, 0) for name, tokens in (("first", 1), ("long", 30), ("behind", 1)))
+    queue = Queue(waiting=waiting, drafting=Drafting(gain=3.0, drafted=4.0))
+    shape = Shape(queue, settings, StepCost(0.0, 0.0, 0.001, 0.001, 0.0, 0.002), {"first": 2, "long": 1, "behind": 3})
+    # 18 prompt tokens of three; then 14 of the long one, 5 of the first and what is left, 1 of 20, for who is behind:
+    # so it is there for one more step, together with the newcomer.
+    steps_s = [0.001 + 0.018, 0.001 + 0.014 + 2 * 0.002, 0.001 + 0.001 + 0.002]
+    assert shape.timeline().finish_s(1) + shape.cost.tokens_s(0, 1) == pytest.approx(sum(steps_s))
+    assert replayed(shape, 0, 1)[0] == pytest.approx(sum(steps_s))
+
+
+@pytest.mark.parametrize("budget", [1024 + 5 * 8 + 1, 1024 + 5 * 5, 1024 + 5 * 2 + 1, 1024 + 3])
+def test_decodes_behind_a_giant_take_a_handful_of_spans_however_much_of_their_drafts_has_room(budget: int) -> None:
+    settings = Settings(max_num_batched_tokens=budget, long_prefill_token_threshold=1024)
+    queue = Queue(drafting=Drafting(2.6, 4.0))
+    queue.running = [Sequence("giant", 900_000, 0, 0)]
+    queue.running += [Sequence(f"d{number}", 500, 500, 0, generated=1) for number in range(5)]
+    ends_at = {"giant": 10} | {f"d{number}": 900 + 100 * number for number in range(5)}
+    shape = Shape(queue, settings, MEASURED, ends_at)
+    timeline = shape.timeline()
+    assert timeline.finish_s(1) + MEASURED.tokens_s(0, 1) == pytest.approx(replayed(shape, 0, 1)[0], abs=1e-6)
+    assert timeline.finish_s(5000) + MEASURED.tokens_s(0, 5000) == pytest.approx(replayed(shape, 0, 5000)[0], abs=1e-6)
+    assert len(timeline.spans) < 20
 
 
 @pytest.mark.parametrize(("slots", "drafted"), [(8, 0.0), (500, 0.0), (0, 40.0), (7, 40.0)])
