@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ import msgspec
 from predictor.block_owners import BlockOwners, Owner
 from predictor.engines.sglang import may_preempt, ratio_after
 from predictor.engines.step_rule import rule_of
-from predictor.engines.vllm import ARRIVALS_APART, Queue, Sequence, Settings, Step, undo
+from predictor.engines.vllm import ARRIVALS_APART, Queue, Sequence, Settings, Step, granted, undo
 from predictor.kv_space import KvSpace
 from predictor.outlook import Outlook
 from predictor.prefill_cost import StepCost
@@ -422,12 +422,12 @@ class Course:
         if steps > 1:
             more = steps - 1
             size = self.settings.block_size
-            gained = queue.drafting.gained(queue.steps, more)
+            since = queue.steps
             queue.steps += more
-            for seq in oldest.step.decodes:
-                tokens = gained
+            for seq, most in self._granted(oldest.step.decodes):
+                tokens = queue.drafting.gained(since, more, most)
                 if seq.max_output is not None and not self.takes_turns:
-                    tokens = max(0, min(gained, seq.max_output - seq.generated))
+                    tokens = max(0, min(tokens, seq.max_output - seq.generated))
                 seq.generated += tokens
                 seq.computed += tokens
                 if queue.free_blocks is not None:
@@ -447,17 +447,24 @@ class Course:
 
     def _steps_in_space(self, decodes: ReadOnly[Sequence], steps: int, free_blocks: int) -> int:
         """The most steps, up to `steps` and at least one, that preempt nobody."""
-        size = self.settings.block_size
+        size, drafting, since = self.settings.block_size, self.queue.drafting, self.queue.steps
         low, high = 1, min(steps, (free_blocks + len(decodes)) * size) + 1
         while low + 1 < high:
             middle = (low + high) // 2
-            gained = self.queue.drafting.gained(self.queue.steps, middle)
-            needs = (-(-(seq.computed + gained) // size) - seq.blocks - seq.shared_blocks for seq in decodes)
-            if sum(need for need in needs if need > 0) <= free_blocks:
+            needed = 0
+            for seq, most in self._granted(decodes):
+                gained = drafting.gained(since, middle, most)
+                needed += max(0, -(-(seq.computed + gained) // size) - seq.blocks - seq.shared_blocks)
+            if needed <= free_blocks:
                 low = middle
             else:
                 high = middle
         return low
+
+    def _granted(self, decodes: ReadOnly[Sequence]) -> Iterator[tuple[Sequence, int | None]]:
+        """Each, and what it takes of a step in which nobody else is: drafts may have no room."""
+        most = granted(len(decodes), len(self.queue), self.settings, self.queue.drafting)
+        return zip(decodes, most, strict=True)
 
     # Their count is put right
 

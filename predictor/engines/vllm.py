@@ -278,6 +278,18 @@ def room_beside(decodes: int, settings: Settings, drafting: Drafting = NO_DRAFTS
     return min(chunk_cap(decodes + 1, settings), max(1, left))
 
 
+def granted(decodes: int, requests: int, settings: Settings, drafting: Drafting) -> Iterator[int | None]:
+    """What each of so many decodes takes of a step of nobody else, for `Drafting.gained`, among so many requests."""
+    if not drafting.gains:
+        yield from repeat(None, decodes)
+        return
+    each = min(drafting.width, chunk_cap(requests, settings))
+    left = settings.max_num_batched_tokens - settings.slots
+    for _ in range(decodes):
+        yield max(1, min(each, left))
+        left -= each + settings.slots
+
+
 def chunk_cap(requests: int, settings: Settings) -> int:
     """The most tokens one request gets in a step. The threshold spares a request that is alone (since 0.31)."""
     threshold, limit = settings.long_prefill_token_threshold, settings.max_num_batched_tokens

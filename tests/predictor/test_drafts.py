@@ -132,6 +132,34 @@ def test_a_fleet_takes_an_engines_counters_and_shows_what_they_say() -> None:
 COST = StepCost(0.0, 0.0, 0.005, 30e-6, 0.0, 50e-6)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(max_num_batched_tokens=10),
+        Settings(max_num_batched_tokens=13),
+        Settings(max_num_batched_tokens=10, num_gpu_blocks=40),
+        Settings(max_num_batched_tokens=100, long_prefill_token_threshold=2),
+        Settings(max_num_batched_tokens=100),
+    ],
+    ids=["room for one draft and a starved one", "room for none of the last", "little space", "a low cap", "plenty"],
+)
+def test_a_silence_passes_as_its_steps_would_one_by_one_however_many_drafts_have_room(settings: Settings) -> None:
+    def left_alone(asks: int) -> list[tuple[int, int, int]]:
+        shadow = Shadow(settings, COST)
+        shadow.set_drafting(EAGLE)
+        for name in ("a", "b", "c", "d"):
+            shadow.book(Sequence(name, 4, 0, 500), 0.0)
+        now_s = 0.0
+        for name in ("a", "b", "c", "d"):
+            now_s += 0.007
+            shadow.first_token(name, now_s)
+        for number in range(asks):
+            shadow.state(now_s + (number + 1) / asks)
+        return [(seq.computed, seq.generated, seq.blocks) for seq in shadow.state(2.0).queue.running]
+
+    assert left_alone(asks=1) == left_alone(asks=1000)
+
+
 def test_blocks_that_decodes_fill_tell_that_a_step_ended_and_not_how_many() -> None:
     """One is lucky with its drafts: the other does not go as far for that, and no cost is learned of it."""
     samples: list[StepSample] = []
