@@ -378,9 +378,12 @@ class Fleet:
         worker.calibration.grade(
             priced.kind, priced.shown, predicted_s, actual_s - priced.already_waited_s, ticket.overdue
         )
+        lately_s = worker.since_last_token(ticket.booked_at_s, predicted_s, now_s)
         hits_may_be_unseen = worker.unseen_hits and home.cache.view(ticket.worker).trust is Trust.LOST
-        if not hits_may_be_unseen and worker.cost.graded(
-            predicted_s, actual_s - priced.already_waited_s, ticket.cost_changes
+        if (
+            lately_s is not None
+            and not hits_may_be_unseen
+            and worker.cost.graded(*lately_s, ticket.cost_changes, priced.gated)
         ):
             worker.shadow.set_cost(worker.cost.cost)
         if ticket.would_refuse is not None:

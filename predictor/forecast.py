@@ -35,6 +35,7 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     kind: Kind = UNSURE
     spread: Spread = UNKNOWN  # by what was graded of forecasts like it: bounds are judged by it
     shown: Spread = UNKNOWN  # and by how many were as long: the interval
+    gated: bool = False  # it hangs on who ends when, and so on outputs that nobody knows
     load_s: float = 0.0  # to fetch what is cached elsewhere than on the device
 
     def __post_init__(self) -> None:
@@ -144,6 +145,7 @@ def forecast(
         tokens_ahead=tokens_ahead,
         exact_tokens=exact_tokens,
         kind=kind,
+        gated=kind.waits and timeline.gated,
         spread=UNKNOWN if calibration is None else calibration.spread(kind),
         shown=UNKNOWN if calibration is None else calibration.shown(kind, predicted_s),
     )

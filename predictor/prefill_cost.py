@@ -259,20 +259,25 @@ class PrefillCost:
             # Beside prefill, decodes are told apart more coarsely: all that matters of them shows without it.
             (sample.decoding // sample.steps).bit_length() // (3 if sample.new_tokens else 1),
         )
-        self._take(stratum, _INTERVALS_KEPT, sample.duration_s, _INTERVAL_NOISE_S, _interval_features(sample))
+        features = _interval_features(sample)
+        self._take(
+            stratum, _INTERVALS_KEPT, sample.duration_s, _INTERVAL_NOISE_S, features, is_witness=not sample.told_before
+        )
         return True
 
-    def graded(self, predicted_s: float, actual_s: float, changes: int) -> bool:
+    def graded(self, predicted_s: float, actual_s: float, changes: int, gated: bool = False) -> bool:
         """Takes in how long a request took from its booking to its first token, against what was forecast.
 
         A worker that shows no step ends has nothing else to tell its speed by while it is busy. `changes` is what it
-        was when the forecast was made. True if the worker is found to run at another speed.
+        was when the forecast was made. `gated`: it waited for others to end, which tells of their outputs rather than
+        of the worker; where steps are seen now and then, they are to tell. True if the worker is found to run at
+        another speed.
         """
         if changes != self.changes or self._ungraded_intervals or not self.learned or self._known is not None:
             self._ungraded_intervals = 0
             self._grade_drift.clear()
             return False
-        if min(predicted_s, actual_s) <= 0:
+        if min(predicted_s, actual_s) <= 0 or (gated and self._intervals):
             return False
         self._grade_drift.add(off(actual_s, predicted_s, _REQUEST_NOISE_S), self._samples.taken + 1, ())
         found = self._grade_drift.found()
@@ -290,7 +295,9 @@ class PrefillCost:
         noise_s: float,
         features: tuple[float, ...],
         at_once: bool = False,
+        is_witness: bool = True,
     ) -> None:
+        """Learns from one sample. `is_witness`: whether it may say, with others, that the worker's speed is another."""
         if self._known is not None:
             return
         first = self._samples.add(stratum, kept, seconds, noise_s, features)
@@ -300,7 +307,7 @@ class PrefillCost:
         enough = not self.learned and self._is_enough()
         if first or at_once or enough or self._samples.taken - self._fitted_at >= due:
             self._fit()
-        if self.basis is not Basis.CURVE:
+        if self.basis is not Basis.CURVE or not is_witness:
             return
         drift = self._prefill_drift if features[TOKENS] else self._decode_drift
         sample = (seconds, noise_s, *features)

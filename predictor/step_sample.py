@@ -18,3 +18,4 @@ class StepSample(msgspec.Struct, frozen=True, gc=False):
     decoding: int  # sequences that decoded, once for each step
     steps: int = 1
     arrival_tokens: int | None = None  # began with the arrival of a prompt of so many tokens; None: with a step's end
+    told_before: bool = False  # of most of this time another sample has told: it is no witness beside that one

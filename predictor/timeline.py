@@ -280,6 +280,11 @@ class Guess:
     cost: StepCost
 
     @property
+    def gated(self) -> bool:
+        """As `Timeline.gated`."""
+        return False
+
+    @property
     def settled(self) -> bool:
         """As `Timeline.settled`."""
         return False

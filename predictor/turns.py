@@ -3,14 +3,24 @@
 All who decode have had the same decode steps since their first tokens. How many there were is counted by what a step is
 predicted to take, so it drifts; whoever ends tells how many there were in his own time. That puts the count right, and
 everybody else's with it: each by the part of the error that fell into the time they had in common.
+
+The times of those who decode together overlap, and so would what each of their ends tells: one prefill that was missed
+would be in the samples of all of them, and a dozen samples that agree look like a worker that has become slower. So of
+each stretch of time one sample is a witness, and the others are marked as `told_before`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from predictor.engines.vllm import Step
 from predictor.step_sample import StepSample
+
+# A witness tells of so much time at most of which an earlier one has told.
+_TOLD_BEFORE = 0.5
+# How many changes in the number of those who decode are remembered, for steps that are taken back.
+_STRETCHES = 256
 
 
 @dataclass(slots=True)
@@ -34,6 +44,8 @@ class Turns:
         self._decoding = 0.0  # summed over those steps
         self._prefill_steps = self._new_tokens = self._squares = 0
         self._marks: dict[str, _Mark] = {}
+        self._stretches: deque[list[int]] = deque([[0, 0]], _STRETCHES)  # sequences, and decode steps of so many
+        self._told_until_s = float("-inf")  # witnesses have told of the time up to then
 
     def __contains__(self, seq_id: str) -> bool:
         return seq_id in self._marks
@@ -71,11 +83,23 @@ class Turns:
     def decoded(self, steps: int) -> None:
         """So many decode steps there were; fewer than counted if negative."""
         self._decode_steps += steps
-        self._decoding += steps * len(self._marks)
+        self._decoding += self._passed_together(steps)
         if steps < 0:
             for mark in self._marks.values():
                 mark.decode_steps = min(mark.decode_steps, self._decode_steps)
                 mark.decoding = min(mark.decoding, self._decoding)
+
+    def _passed_together(self, steps: int) -> int:
+        """Of so many steps, summed, how many sequences decoded in each."""
+        stretches, decoding = self._stretches, 0
+        while steps < 0 and len(stretches) > 1 and stretches[-1][1] <= -steps:
+            sequences, counted = stretches.pop()
+            steps += counted
+            decoding -= counted * sequences
+        if steps > 0 and stretches[-1][0] != len(self._marks):
+            stretches.append([len(self._marks), 0])
+        stretches[-1][1] = max(0, stretches[-1][1] + steps)
+        return decoding + steps * stretches[-1][0]
 
     def generated(self, seq_id: str) -> int | None:
         """Tokens that have left the engine, of one that has decoded ever since its first."""
@@ -97,10 +121,14 @@ class Turns:
                     mark.decoding = own.decoding + (mark.decoding - own.decoding) * factor
             self._decode_steps = own.decode_steps + steps
             self._decoding = own.decoding + decoding
+        told_before = self._told_until_s - own.at_s > _TOLD_BEFORE * (now_s - own.at_s)
+        if not told_before:
+            self._told_until_s = now_s
         return StepSample(
             now_s - own.at_s,
             self._new_tokens - own.new_tokens,
             self._squares - own.squares,
             round(self._decoding - own.decoding),
             steps + self._prefill_steps - own.prefill_steps,
+            told_before=told_before,
         )

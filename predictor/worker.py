@@ -25,6 +25,8 @@ from predictor.tickets import Ticket, Usage, Wish
 _FAR_BEYOND = 4
 # What is booked may take so long to show in an engine's own count.
 _EVIDENCE_GRACE_S = 5.0
+# Between two first tokens less time says nothing of a worker's speed.
+_SOME_TIME_S = 0.02
 # Fewer steps tell little: the end is seen a millisecond late.
 _MIN_OUTPUT_TOKENS = 8
 
@@ -60,6 +62,7 @@ class Worker:
     backing_off_until_s: float = 0.0  # the engine has said that it is full
     told_foreign: bool = False  # the engine has said that it has more in progress than came through us
     load_seen: tuple[float, int] | None = None  # when the engine was last asked, and what it had in progress
+    last_token_s: tuple[float, float] | None = None  # when the last first token came, and when it was predicted to
     kv_tokens: int = 0  # that the tickets in flight will need
     unseen_hits: bool = False  # it has reported more reuse than was seen: what is quick need not be a quick worker
     drafts: Drafts = field(default_factory=Drafts)
@@ -141,6 +144,20 @@ class Worker:
             if ticket is not None and ticket.first_token_at_s is None and ticket.worker == self.spec.name:
                 ticket.overdue = True
                 self.calibration.overdue(ticket.forecast.kind)
+
+    def since_last_token(self, booked_at_s: float, predicted_s: float, now_s: float) -> tuple[float, float] | None:
+        """Seconds that a first token was predicted to take, and did take: since the one before, if it came while this
+        request was waiting, else since it was booked. None where that is too little.
+
+        Whatever was not foreseen makes all who wait for it late by as much, and would look like a worker that has
+        become slower. Between their tokens each has only what is his own.
+        """
+        since_s = since_predicted_s = booked_at_s
+        if self.last_token_s is not None and self.last_token_s[0] > booked_at_s:
+            since_s, since_predicted_s = self.last_token_s
+        self.last_token_s = now_s, booked_at_s + predicted_s
+        told_s = self.last_token_s[1] - since_predicted_s, now_s - since_s
+        return told_s if min(told_s) >= _SOME_TIME_S else None
 
     # What its engine shows
 

@@ -529,6 +529,38 @@ def test_a_prefill_beside_decodes_teaches_and_what_came_after_its_first_token_do
     assert ended.learned_from is True
 
 
+def told_by(bench: Bench, comes_s: Callable[[float], float]) -> int | None:
+    """Eight prompts wait behind each other, and each has its first token when `comes_s` says of the seconds that it was
+    predicted to take. Returns how many it took for the worker to be seen at another speed; None if it was not."""
+    now_s = bench.teach() + 10.0
+    cost = bench.fleet._pools["m"].workers["w0"].cost
+    changes = cost.changes
+    tickets = [bench.grant(8000 + 100 * number, now_s) for number in range(8)]
+    for count, ticket in enumerate(tickets, start=1):
+        bench.fleet.first_token(ticket.id, None, now_s + comes_s(ticket.forecast.ttft_s))
+        if cost.changes != changes:
+            return count
+    return None
+
+
+def test_what_holds_up_all_who_wait_is_no_change_of_speed() -> None:
+    assert told_by(Bench(1), lambda predicted_s: predicted_s + 5.0) is None
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_a_worker_whose_queue_goes_on_at_another_speed_is_told_by_four_first_tokens(factor: float) -> None:
+    assert told_by(Bench(1), lambda predicted_s: factor * predicted_s) == 4
+
+
+def test_several_first_tokens_of_one_step_tell_as_much_as_one() -> None:
+    bench = Bench(1)
+    worker = bench.fleet._pools["m"].workers["w0"]
+    assert worker.since_last_token(0.0, 2.0, 4.0) == (2.0, 4.0)
+    assert worker.since_last_token(0.1, 1.9, 4.0) is None
+    assert worker.since_last_token(0.2, 3.8, 8.0) == (2.0, 4.0)
+    assert worker.since_last_token(8.5, 1.0, 9.5) == (1.0, 1.0), "it came after all of them"
+
+
 def test_a_prefill_that_had_to_wait_for_the_rest_of_one_given_up_waits_from_then_on() -> None:
     bench = Bench(1)
     now_s = bench.teach()

@@ -538,6 +538,29 @@ def test_grades_are_not_asked_where_steps_are_seen() -> None:
     assert cost.changes == 1
 
 
+def test_samples_of_a_time_that_was_told_of_before_teach_costs_and_no_change_of_speed() -> None:
+    def slower(told_before: bool) -> PrefillCost:
+        cost = busy(PrefillCost(LearningPolicy()), StepEngine(np.random.default_rng(3), quadratic()), 800)
+        for _ in range(12):
+            took_s = 2 * cost.cost.step_s(4000, 4000**2, 0)
+            cost.add_steps(StepSample(took_s, 4000, 4000**2, 0, told_before=told_before))
+        return cost
+
+    assert slower(told_before=False).changes > 1
+    overlapping = slower(told_before=True)
+    assert overlapping.changes == 1
+    assert overlapping.samples > 100
+
+
+def test_who_waits_for_others_to_end_tells_of_their_outputs_unless_nothing_else_tells_of_the_worker() -> None:
+    hidden = taught([sample(n) for n in LENGTHS * 4])
+    assert [hidden.graded(2.0, 4.0, hidden.changes, gated=True) for _ in range(4)] == [False, False, False, True]
+    seen = busy(PrefillCost(LearningPolicy()), StepEngine(np.random.default_rng(3), quadratic()), 800)
+    before = seen.cost
+    assert not any(seen.graded(2.0, 4.0, seen.changes, gated=True) for _ in range(20))
+    assert (seen.cost, seen.changes) == (before, 1)
+
+
 def test_the_first_giant_after_many_small_prompts_is_no_change_of_speed() -> None:
     truth = quadratic(per_token_squared_s=400e-12)
     cost = PrefillCost(LearningPolicy())

@@ -51,6 +51,38 @@ def test_steps_that_were_not_counted_are_counted_for_all() -> None:
     assert turns.generated("old") == 4
 
 
+def test_a_stretch_of_time_has_one_witness_however_many_decoded_in_it() -> None:
+    turns = Turns()
+    for number in range(12):
+        turns.begins(str(number), 0.1 * number)
+    turns.passed(DECODE, 100)
+    told = []
+    for number in range(12):  # all end within a second, after nine that they had in common
+        told.append(turns.learn(str(number), 101, 10.0 + 0.1 * number))
+        turns.ends(str(number))
+    assert [sample is not None and sample.told_before for sample in told] == [False] + 11 * [True]
+    turns.begins("next", 11.2)
+    turns.passed(DECODE, 100)
+    sample = turns.learn("next", 101, 21.2)
+    assert sample is not None
+    assert not sample.told_before
+
+
+def test_steps_that_are_taken_back_are_those_of_the_sequences_that_were_counted_in_them() -> None:
+    turns = Turns()
+    turns.begins("stays", 0.0)
+    turns.passed(DECODE, 100)
+    for number in range(40):
+        turns.begins(str(number), 1.0)
+    turns.passed(DECODE, 100)
+    for number in range(40):
+        turns.ends(str(number))
+    turns.decoded(-50)  # of those in which 41 decoded, though now it is one
+    sample = turns.learn("stays", 1 + 150, 2.0)
+    assert sample is not None
+    assert (sample.steps, sample.decoding) == (150, 100 * 1 + 50 * 41)
+
+
 def test_who_was_retracted_says_nothing() -> None:
     turns = Turns()
     turns.begins("a", 0.0)
@@ -71,15 +103,16 @@ def test_who_was_retracted_says_nothing() -> None:
     )
 )
 def test_counts_stay_what_they_can_be_whatever_is_told(happened: list[tuple[str, int]]) -> None:
-    turns, present, now_s, most = Turns(), list[str](), 0.0, 1
+    turns, present, now_s, most, together = Turns(), list[str](), 0.0, 1, [0]
     for kind, number in happened:
         now_s += 1.0
         if kind == "steps":
-            turns.decoded(max(number, 1) if number > 0 else 0)
+            turns.decoded(number)
             most += max(0, number)
         elif kind == "begins" and str(number) not in present:
             present.append(str(number))
             turns.begins(str(number), now_s)
+            together.append(len(present))
         elif kind == "ends" and present:
             name = present.pop(0)
             most += number
@@ -87,7 +120,7 @@ def test_counts_stay_what_they_can_be_whatever_is_told(happened: list[tuple[str,
             turns.ends(name)
             assert sample is not None
             assert sample.steps == number - 1
-            assert 0 <= sample.decoding <= most * 10
+            assert 0 <= sample.decoding <= sample.steps * max(together)
         counts = [turns.generated(name) for name in present]
         assert all(count is not None and 1 <= count <= most for count in counts)
         assert counts == sorted((count for count in counts if count is not None), reverse=True)
