@@ -33,6 +33,7 @@ class _Mark:
     prefill_steps: int
     new_tokens: int
     squares: int
+    most: int  # that have decoded together since
     whole: bool = True  # it has decoded ever since
 
 
@@ -57,8 +58,11 @@ class Turns:
 
     def begins(self, seq_id: str, now_s: float) -> None:
         """It has had its first token."""
+        present = len(self._marks) + 1
+        for mark in self._marks.values():
+            mark.most = max(mark.most, present)
         self._marks[seq_id] = _Mark(
-            now_s, self._decode_steps, self._decoding, self._prefill_steps, self._new_tokens, self._squares
+            now_s, self._decode_steps, self._decoding, self._prefill_steps, self._new_tokens, self._squares, present
         )
 
     def breaks(self, seq_id: str) -> None:
@@ -86,8 +90,14 @@ class Turns:
         self._decoding += self._passed_together(steps)
         if steps < 0:
             for mark in self._marks.values():
-                mark.decode_steps = min(mark.decode_steps, self._decode_steps)
-                mark.decoding = min(mark.decoding, self._decoding)
+                if mark.decode_steps >= self._decode_steps:  # nothing has passed since it began
+                    mark.decode_steps, mark.decoding = self._decode_steps, self._decoding
+            self._order_marks()
+
+    def _order_marks(self) -> None:
+        """What is summed up to a mark is no more than what is up to now."""
+        for mark in self._marks.values():
+            mark.decoding = min(mark.decoding, self._decoding)
 
     def _passed_together(self, steps: int) -> int:
         """Of so many steps, summed, how many sequences decoded in each."""
@@ -112,15 +122,18 @@ class Turns:
         if own is None or not own.whole:
             return None
         counted, steps = self._decode_steps - own.decode_steps, output_tokens - 1
+        # Counts that were put right again and again may be of more than ever decoded together.
+        beside = (self._decoding - own.decoding) / counted if counted >= 1 else float(len(self._marks))
+        decoding = steps * min(max(1.0, beside), own.most)
         if abs(counted - steps) > 0.5:
             factor = steps / counted if counted >= 1 else 0.0
-            decoding = (self._decoding - own.decoding) * factor if factor else float(steps * len(self._marks))
             for mark in self._marks.values():
                 if mark.decode_steps > own.decode_steps:
                     mark.decode_steps = own.decode_steps + (mark.decode_steps - own.decode_steps) * factor
                     mark.decoding = own.decoding + (mark.decoding - own.decoding) * factor
             self._decode_steps = own.decode_steps + steps
-            self._decoding = own.decoding + decoding
+        self._decoding = own.decoding + decoding
+        self._order_marks()
         told_before = self._told_until_s - own.at_s > _TOLD_BEFORE * (now_s - own.at_s)
         if not told_before:
             self._told_until_s = now_s
@@ -128,7 +141,7 @@ class Turns:
             now_s - own.at_s,
             self._new_tokens - own.new_tokens,
             self._squares - own.squares,
-            round(self._decoding - own.decoding),
+            round(decoding),
             steps + self._prefill_steps - own.prefill_steps,
             told_before=told_before,
         )
