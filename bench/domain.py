@@ -36,11 +36,7 @@ def _place() -> Iterator[Row]:
             assert isinstance(decision, Grant)
 
         budget = "<= 3 ms" if workers == 256 else ""
-        yield Row(
-            f"decision, {workers} workers x {queued} queued",
-            f"{median_ms(place, 20, time.thread_time):.2f} ms CPU",
-            budget,
-        )
+        yield Row(f"decision, {workers} workers x {queued} queued", f"{median_ms(place, 20):.2f} ms", budget)
 
 
 def _learn() -> Iterator[Row]:

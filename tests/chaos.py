@@ -37,7 +37,7 @@ _SLACK_S = 0.25
 _MEMORY_MIB = 400
 # Envoy asks for the filter's health once a second, and each of its threads hears of the answer in its own time: just
 # after a filter is back requests may still pass it by, although the count of healthy ones has it again.
-_RESUMED_WITHIN_S = 10.0
+_RESUMED_WITHIN_S = 3.0
 # What Envoy says of each answer, its own ones included.
 _TOLD = {
     "x-flags": "%RESPONSE_FLAGS%",

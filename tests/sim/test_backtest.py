@@ -98,8 +98,7 @@ def test_a_prediction_knows_nothing_that_comes_later(recording: list[bytes]) -> 
 
 
 @pytest.mark.alone
-def test_a_fleet_of_eight_is_run_again_many_times_as_fast_as_it_was() -> None:
-    """Twenty times is wanted, on a core of one's own; where cores are shared, half of that."""
+def test_a_fleet_of_eight_is_run_again_twenty_times_as_fast_as_it_was() -> None:
     records = record_fleet(np.random.default_rng(6), [QUICK] * 8, LIMITS, requests=300, per_s=10.0)
     lines = [write_record(record) for record in records]
     speeds = []
@@ -108,7 +107,7 @@ def test_a_fleet_of_eight_is_run_again_many_times_as_fast_as_it_was() -> None:
         backtest = run(lines)
         speeds.append(backtest.recorded_s / (time.process_time() - began_s))
     sys.stdout.write(f"\n8 workers, 10 requests/s: {max(speeds):.0f} times real time")
-    assert max(speeds) > 10
+    assert max(speeds) > 20
 
 
 _SPEEDS: list[tuple[CostSettings, float]] = [
