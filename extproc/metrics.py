@@ -270,6 +270,16 @@ class FleetCollector(Collector):
                     doubted = worker["token_budget_doubt"] == doubt.value
                     budget.add_metric([pool_name, worker_name, doubt.value], float(doubted))
         yield budget
+        changes = CounterMetricFamily(
+            "headway_worker_speed_changes",
+            "Times that a worker was found to run at another speed, by what told of it",
+            labels=["pool", "worker", "by"],
+        )
+        for pool_name, pool in pools.items():
+            for worker_name, worker in pool["workers"].items():
+                for witness, count in worker["cost"]["speed_changes"].items():
+                    changes.add_metric([pool_name, worker_name, witness], count)
+        yield changes
         feed = GaugeMetricFamily(
             "headway_worker_feed", "1 for the state that the event feed is in", labels=["pool", "worker", "state"]
         )

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from predictor.feed_state import Trust
 from predictor.kv_events import Tier
 from predictor.pool import Pool
+from predictor.prefill_cost import Witness
 from predictor.run_forward import Budget
 from predictor.worker import Worker
 
@@ -65,6 +66,7 @@ def _worker_view(pool: Pool, worker: Worker, now_s: float, budget: Budget) -> di
         "cost": {
             "basis": worker.cost.basis.value,
             "samples": worker.cost.samples,
+            "speed_changes": {witness.value: worker.cost.speed_changes[witness] for witness in Witness},
             "ms_per_request": round(cost.per_request_s * 1e3, 3),
             "us_per_request_token": round(cost.per_request_token_s * 1e6, 3),
             "ms_per_step": round(cost.fixed_s * 1e3, 3),

@@ -18,6 +18,7 @@ one direction: unless the fit finds a shape that explains them, everything older
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, exp, log
@@ -57,6 +58,14 @@ _SAMPLES_PER_FIT, _ALL_FITTED = 8, 16
 # An attention that bends explains so much more of the samples, or is none.
 _BEND_GAIN, _BEND_MIN_SAMPLES = 8.0, 100
 _PLAIN = [REQUEST, REQUEST_TOKENS, STEPS, TOKENS, SQUARES, DECODES]
+
+
+class Witness(enum.Enum):
+    """What told that a worker runs at another speed."""
+
+    PREFILL = "prefill"  # prompts, and steps with prefill in them
+    DECODE = "decode"  # steps of decodes only
+    GRADES = "grades"  # forecasts, where no steps are seen
 
 
 class Basis(enum.Enum):
@@ -157,14 +166,15 @@ class DecodeSample:
 class PrefillCost:
     """One worker's cost curve. `cost` is valid at any time; `basis` says what it is worth.
 
-    `changes` counts how often the worker was found to run at another speed: forecasts from before one say nothing about
-    those after it.
+    `changes` counts how often the worker was found to be another or to run at another speed: forecasts from before one
+    say nothing about those after it. `speed_changes` counts the latter, by what told of them.
     """
 
     def __init__(self, policy: LearningPolicy) -> None:
         self._policy = policy
         self._known: StepCost | None = None
         self.changes = 0
+        self.speed_changes: Counter[Witness] = Counter()
         self.forget()
 
     def forget(self) -> None:
@@ -175,6 +185,7 @@ class PrefillCost:
         self._requests = self._intervals = 0
         self._prefill_drift, self._decode_drift, self._grade_drift = Drift(), Drift(), Drift()
         self._ungraded_intervals = 0
+        self._grades_unseen = _UNSEEN  # since a step was seen
         self._coefficients: Array = np.zeros(FEATURES)
         self.cost = _default_cost(self._policy)
         self.basis = Basis.DEFAULT
@@ -270,20 +281,22 @@ class PrefillCost:
 
         A worker that shows no step ends has nothing else to tell its speed by while it is busy. `changes` is what it
         was when the forecast was made. `gated`: it waited for others to end, which tells of their outputs rather than
-        of the worker; where steps are seen now and then, they are to tell. True if the worker is found to run at
-        another speed.
+        of the worker; where steps are seen they are to tell, until none was for many first tokens. True if the worker
+        is found to run at another speed.
         """
         if changes != self.changes or self._ungraded_intervals or not self.learned or self._known is not None:
+            self._grades_unseen = 0 if self._ungraded_intervals else self._grades_unseen + 1
             self._ungraded_intervals = 0
             self._grade_drift.clear()
             return False
-        if min(predicted_s, actual_s) <= 0 or (gated and self._intervals):
+        self._grades_unseen += 1
+        if min(predicted_s, actual_s) <= 0 or (gated and self._grades_unseen <= _UNSEEN):
             return False
         self._grade_drift.add(off(actual_s, predicted_s, _REQUEST_NOISE_S), self._samples.taken + 1, ())
         found = self._grade_drift.found()
         if found is None or abs(found.level) < _GRADE_DRIFT:
             return False
-        self._changed()  # first: what it forgets would be measured anew by each fit
+        self._changed(Witness.GRADES)  # first: what it forgets would be measured anew by each fit
         self._rescale(found, prefills=True, decodes=True)
         return True
 
@@ -331,7 +344,7 @@ class PrefillCost:
         settled = len(decodes) >= _SETTLED and abs(float(np.median(decodes))) < abs(change.level) / 2
         self._rescale(change, prefills=prefill, decodes=not settled)
         if self._misfit(change.since) < _CHANGE_GAIN * as_it_is:
-            self._changed()
+            self._changed(Witness.PREFILL if prefill else Witness.DECODE)
         else:
             self._samples, self.cost, self._coefficients = before
             (self._prefill_drift if prefill else self._decode_drift).clear()
@@ -341,8 +354,9 @@ class PrefillCost:
         self._samples = self._samples.rescaled(factor, change.since, prefills, decodes)
         self._fit()
 
-    def _changed(self) -> None:
+    def _changed(self, told_by: Witness) -> None:
         self.changes += 1
+        self.speed_changes[told_by] += 1
         for drift in (self._prefill_drift, self._decode_drift, self._grade_drift):
             drift.clear()
 
@@ -468,6 +482,8 @@ _NO_BENDS = (0.0,) * len(BENDS)
 # Grades are off for many reasons; this much in one direction, four times in a row, has one.
 _GRADE_DRIFT = 0.3
 _FASTEST_CHANGE = log(8.0)
+# So many first tokens without a sign of a step: whoever shows no steps any more is told by his grades alone.
+_UNSEEN = 32
 _CHANGE_GAIN = 0.8  # what must be left of the misfit at most
 _SETTLED = 4
 

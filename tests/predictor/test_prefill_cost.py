@@ -19,6 +19,7 @@ from predictor.prefill_cost import (
     PrefillCost,
     PrefillSample,
     StepCost,
+    Witness,
 )
 from predictor.step_sample import StepSample
 from tests.fakes.step_engine import StepEngine, StepTime, quadratic
@@ -530,7 +531,8 @@ def test_grades_that_do_not_agree_or_are_little_off_are_no_change(ratios: tuple[
 
 
 def test_grades_are_not_asked_where_steps_are_seen() -> None:
-    cost = busy(PrefillCost(LearningPolicy()), StepEngine(np.random.default_rng(3), quadratic()), 800)
+    cost = busy(PrefillCost(LearningPolicy()), StepEngine(np.random.default_rng(3), quadratic()), 1600)
+    assert cost.learned
     before = cost.cost
     for _ in range(10):
         cost.add_steps(StepSample(before.step_s(4000, 4000**2, 0), 4000, 4000**2, 0))
@@ -540,7 +542,8 @@ def test_grades_are_not_asked_where_steps_are_seen() -> None:
 
 def test_samples_of_a_time_that_was_told_of_before_teach_costs_and_no_change_of_speed() -> None:
     def slower(told_before: bool) -> PrefillCost:
-        cost = busy(PrefillCost(LearningPolicy()), StepEngine(np.random.default_rng(3), quadratic()), 800)
+        cost = busy(PrefillCost(LearningPolicy()), StepEngine(np.random.default_rng(3), quadratic()), 1600)
+        assert cost.learned
         for _ in range(12):
             took_s = 2 * cost.cost.step_s(4000, 4000**2, 0)
             cost.add_steps(StepSample(took_s, 4000, 4000**2, 0, told_before=told_before))
@@ -555,10 +558,33 @@ def test_samples_of_a_time_that_was_told_of_before_teach_costs_and_no_change_of_
 def test_who_waits_for_others_to_end_tells_of_their_outputs_unless_nothing_else_tells_of_the_worker() -> None:
     hidden = taught([sample(n) for n in LENGTHS * 4])
     assert [hidden.graded(2.0, 4.0, hidden.changes, gated=True) for _ in range(4)] == [False, False, False, True]
-    seen = busy(PrefillCost(LearningPolicy()), StepEngine(np.random.default_rng(3), quadratic()), 800)
+    seen = busy(PrefillCost(LearningPolicy()), StepEngine(np.random.default_rng(3), quadratic()), 1600)
+    assert seen.learned
     before = seen.cost
     assert not any(seen.graded(2.0, 4.0, seen.changes, gated=True) for _ in range(20))
     assert (seen.cost, seen.changes) == (before, 1)
+
+
+def test_an_engine_whose_feed_falls_silent_while_it_is_full_is_told_by_its_grades_after_a_while() -> None:
+    cost = busy(PrefillCost(LearningPolicy()), StepEngine(np.random.default_rng(3), quadratic()), 1600)
+    assert cost.learned
+    told = [cost.graded(2.0, 4.0, cost.changes, gated=True) for _ in range(40)]
+    assert told.index(True) in range(32, 40)
+    assert cost.speed_changes == {Witness.GRADES: 1}
+    before = cost.cost
+    for _ in range(100):  # the feed is back
+        cost.add_steps(StepSample(before.step_s(4000, 4000**2, 0), 4000, 4000**2, 0))
+        assert cost.graded(2.0, 4.0, cost.changes, gated=True) is False
+
+
+def test_changes_of_speed_are_counted_by_what_told_of_them_and_another_engine_is_none() -> None:
+    cost = taught([sample(n) for n in LENGTHS * 4])
+    assert cost.speed_changes == {}
+    for n in (700, 9000, 2000, 20_000):
+        cost.add(sample(n, factor=2.0))
+    assert cost.speed_changes == {Witness.PREFILL: 1}
+    cost.forget()
+    assert (cost.changes, cost.speed_changes) == (3, {Witness.PREFILL: 1})
 
 
 def test_the_first_giant_after_many_small_prompts_is_no_change_of_speed() -> None:

@@ -82,6 +82,22 @@ def test_at_the_end_every_view_is_what_its_engine_holds(world: World) -> None:
     assert compared >= len(world.machines) // 2
 
 
+def test_engines_of_one_speed_are_not_taken_to_change_it_however_full_they_are() -> None:
+    """SGLang's, at noon: who waits, and who decodes together, has the same things in common."""
+    pools = tuple(
+        replace(pool, engines=pool.engines[::2], night_at=0.6) for pool in fleet_pools() if pool.name == "radix"
+    )
+    world = World(Plan(pools, 30 * _MINUTE_S, 7 * _MINUTE_S, (), ()), SEED, capacity_asks=60)
+    world.run()
+    assert world.counts["radix"].refused > 50, "they are full"
+    view = world.fleet.view(world.now_s)["pools"]["radix"]["workers"]  # type: ignore[index]
+    for name, machine in world.machines.items():
+        cost = view[name]["cost"]
+        sys.stdout.write(f"\nseed {SEED}: {name} {cost}")
+        assert sum(cost["speed_changes"].values()) == 0
+        assert cost["us_per_token"] == pytest.approx(machine.kind.costs.prefill_us_per_token, rel=0.2)
+
+
 def test_the_same_seed_gives_the_same_figures() -> None:
     once, again = (figures(report(run(1.0, "radix"))) for _ in range(2))
     assert once == again
